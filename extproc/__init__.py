@@ -1,0 +1,11 @@
+"""kvloop's ext_proc service: it carries a conversation's KV handle from one turn to the next, or refuses to.
+
+Read the modules in this order to follow one request:
+
+``settings`` → ``headers`` → ``events`` → ``errors`` → ``endpoints`` → ``splice`` → ``request`` → ``identity`` →
+``handle`` → ``proof`` → ``store`` → ``legs`` → ``sse`` → ``turn`` → ``receipt`` → ``exchange`` (the life of a request),
+then the shells that do the work: ``wire`` (protobuf), ``server`` (gRPC), ``workers_client`` (HTTP), ``metrics``,
+``log``, ``cli``.
+"""
+
+__version__ = "0.1.0"

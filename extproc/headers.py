@@ -1,0 +1,30 @@
+"""Every header and metadata name kvloop puts on the wire: who sets it, who reads it. One place, so none can drift."""
+
+from typing import Final
+
+CONVERSATION: Final = "x-kvloop-conversation"
+"""Hash of the conversation key. Set by ext_proc on the decode leg, read by Envoy's hash policy to pick D."""
+
+RECEIPT: Final = "x-kvloop-receipt"
+"""What kvloop did for this request. Set by ext_proc on the response, read by clients and people."""
+
+SECRET: Final = "x-kvloop-secret"
+"""The gateway's shared secret. Set by ext_proc on both legs, read (and required) by the guard on the workers."""
+
+LEG: Final = "x-kvloop-leg"
+"""``render``, ``prefill`` or ``release``. Set by ext_proc on its own calls, read by Envoy's access log."""
+
+UPSTREAM: Final = "x-kvloop-upstream"
+"""``ip:port`` of the worker that answered. Set by Envoy's prefill listener, read by ext_proc; never reaches a client."""
+
+INTERNAL_PREFIX: Final = "x-kvloop-"
+"""Whatever a client sends under this prefix is dropped before ext_proc runs."""
+
+ROLE: Final = "x-kvloop-role"
+"""gRPC initial metadata, set per Envoy filter or route: which role ext_proc plays. ``gateway`` is the only one today."""
+
+METADATA_NAMESPACE: Final = "kvloop"
+"""Namespace of the dynamic metadata ext_proc hands back to Envoy, read by the access log and local replies."""
+
+DATA_PARALLEL_RANK: Final = "x-data-parallel-rank"
+"""vLLM obeys it; only the gateway may choose a rank, so a client's own is dropped."""

@@ -1,0 +1,139 @@
+"""Every knob, typed, with its unit and the reason for its default. Read once at start; wrong values stop the start.
+
+Environment variables carry the ``KVLOOP_`` prefix (``KVLOOP_ENVOY_`` for the Envoy part), for example
+``KVLOOP_PREFILL_TIMEOUT_SECONDS=60``. Tuples and lists are JSON: ``KVLOOP_CONVERSATION_HEADERS='["x-chat-id"]'``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+Mebibyte = 1024 * 1024
+
+Address = Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):\d{1,5}$")]
+"""``host:port``; an IPv6 host stands in brackets."""
+
+
+class GatewaySettings(BaseSettings):
+    """What the ext_proc service needs to know. One frozen object, handed to whoever reads a part of it."""
+
+    model_config = SettingsConfigDict(env_prefix="KVLOOP_", frozen=True, extra="ignore")
+
+    # --- where it listens and whom it calls -----------------------------------------------------------------
+    listen: Address = Field("127.0.0.1:50051", description="gRPC address Envoy's ext_proc filter connects to.")
+    admin_listen: Address = Field("127.0.0.1:9464", description="HTTP address of /metrics and /healthz.")
+    prefill_url: str = Field(
+        "http://127.0.0.1:10001",
+        pattern=r"^https?://[^/]+$",
+        description="Base URL of Envoy's prefill listener, which balances the prefill legs over the P pool.",
+    )
+    worker_secret: SecretStr | None = Field(
+        None,
+        description="Shared secret sent to workers on both legs; the worker guard refuses kv_transfer_params without it.",
+    )
+
+    # --- whose turn is this ---------------------------------------------------------------------------------
+    conversation_headers: tuple[str, ...] = Field(
+        ("x-conversation-id", "x-session-id"),
+        description="Request headers that may carry the conversation id, first present wins.",
+    )
+    conversation_fields: tuple[str, ...] = Field(
+        ("conversation_id", "session_id", "prompt_cache_key"),
+        description="Top-level body fields looked at when no header carries one, first present wins.",
+    )
+    conversation_id_max_bytes: PositiveInt = Field(
+        256, description="Longer ids are ignored and the turn goes cold: ids are names, not payloads."
+    )
+    tenant_header: str = Field(
+        "authorization", description="Header whose hash separates tenants; absent means the anonymous tenant."
+    )
+
+    # --- reuse ----------------------------------------------------------------------------------------------
+    reuse: bool = Field(True, description="False keeps every turn cold, to compare or to switch off in an emergency.")
+    prefill_bidirectional: bool = Field(
+        True,
+        description="Whether the P pool runs with bidirectional_kv_xfer. A P without it may park a request for ever.",
+    )
+    sequence_source: Literal["auto", "digest", "token_ids"] = Field(
+        "auto",
+        description="Where the proof's tokens come from: the plugin's digest in D's handles, token ids streamed by a"
+        " stock D, or whichever the pool is seen to offer.",
+    )
+    handle_ttl_seconds: PositiveFloat = Field(
+        480.0, description="The workers' decoder_kv_blocks_ttl (vLLM's default is 480)."
+    )
+    handle_margin_seconds: PositiveFloat = Field(
+        30.0, description="A handle is dropped this long before D frees it, to cover the prefill leg's own queueing."
+    )
+    min_reuse_tokens: PositiveInt = Field(
+        64, description="Fewer proven tokens are not worth a read; vLLM's kv_recompute_threshold, below which P skips it."
+    )
+    decode_block_size_tokens: PositiveInt | None = Field(
+        None, description="D's KV block size, to cut a handle. Unset: taken from the plugin or from D's /metrics."
+    )
+    single_host: bool = Field(
+        False, description="Accept loopback addresses in handles. Only right when P and D share one machine."
+    )
+
+    # --- memory -------------------------------------------------------------------------------------------------
+    store_max_conversations: PositiveInt = Field(100_000, description="Beyond it the oldest handle is released.")
+    store_max_bytes: PositiveInt = Field(512 * Mebibyte, description="The same bound in bytes.")
+
+    # --- limits -------------------------------------------------------------------------------------------------
+    request_max_bytes: PositiveInt = Field(32 * Mebibyte, description="Larger bodies get 413. 131k tokens are about 1 MiB.")
+    response_max_bytes: PositiveInt = Field(
+        64 * Mebibyte, description="A non-streamed answer is held to strip it; beyond this it is cut off as an error."
+    )
+    event_max_bytes: PositiveInt = Field(8 * Mebibyte, description="The same for one server-sent event.")
+    handle_max_bytes: PositiveInt = Field(
+        2 * Mebibyte, description="Larger handles are stripped but not kept. 131k tokens make about 64 KiB."
+    )
+
+    # --- patience -----------------------------------------------------------------------------------------------
+    render_timeout_seconds: PositiveFloat = Field(5.0, description="Then the turn goes cold.")
+    reuse_timeout_seconds: PositiveFloat = Field(
+        30.0, description="Prefill leg with a handle; then one cold retry. Covers a P that parks the request."
+    )
+    prefill_timeout_seconds: PositiveFloat = Field(
+        120.0, description="Cold prefill leg; then D prefills by itself. The longest prompt's prefill must fit."
+    )
+    drain_seconds: PositiveFloat = Field(
+        600.0, description="After SIGTERM running streams may take this long; keep it above the longest answer."
+    )
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @model_validator(mode="after")
+    def _margin_fits(self) -> GatewaySettings:
+        if self.handle_margin_seconds >= self.handle_ttl_seconds:
+            msg = (
+                f"handle_margin_seconds ({self.handle_margin_seconds}) must be below handle_ttl_seconds"
+                f" ({self.handle_ttl_seconds}), or no handle would ever be used"
+            )
+            raise ValueError(msg)
+        return self
+
+
+class EnvoySettings(BaseSettings):
+    """What `kvloop envoy render` builds an Envoy bootstrap from."""
+
+    model_config = SettingsConfigDict(env_prefix="KVLOOP_ENVOY_", frozen=True, extra="ignore")
+
+    listen: Address = Field("127.0.0.1:10000", description="Where clients connect.")
+    prefill_listen: Address = Field("127.0.0.1:10001", description="Where ext_proc sends its legs. Keep it private.")
+    admin_listen: Address = Field("127.0.0.1:9901", description="Envoy's admin interface. Keep it private.")
+    extproc: tuple[Address, ...] = Field(("127.0.0.1:50051",), min_length=1, description="ext_proc replicas.")
+    prefill: tuple[Address, ...] = Field(("127.0.0.1:8100",), min_length=1, description="Prefill workers (P).")
+    decode: tuple[Address, ...] = Field(("127.0.0.1:8200",), min_length=1, description="Decode workers (D).")
+    hash_balance_factor: int = Field(
+        150, ge=100, description="A D takes at most this percentage of the mean load before its conversations spill over."
+    )
+    stream_idle_timeout_seconds: PositiveFloat = Field(
+        300.0, description="The only guard against a processor that goes silent while it holds a request."
+    )
+    health_interval_seconds: PositiveFloat = Field(5.0, description="Between active health checks of workers.")
+    access_log: str = Field("/dev/stdout", description="File of the JSON access log.")
+    concurrency: PositiveInt | None = Field(None, description="Envoy worker threads; unset means one per core.")
