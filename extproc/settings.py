@@ -69,7 +69,8 @@ class GatewaySettings(BaseSettings):
         30.0, description="A handle is dropped this long before D frees it, to cover the prefill leg's own queueing."
     )
     min_reuse_tokens: PositiveInt = Field(
-        64, description="Fewer proven tokens are not worth a read; vLLM's kv_recompute_threshold, below which P skips it."
+        64,
+        description="Fewer proven tokens are not worth a read; vLLM's kv_recompute_threshold, below which P skips it.",
     )
     decode_block_size_tokens: PositiveInt | None = Field(
         None, description="D's KV block size, to cut a handle. Unset: taken from the plugin or from D's /metrics."
@@ -83,7 +84,9 @@ class GatewaySettings(BaseSettings):
     store_max_bytes: PositiveInt = Field(512 * Mebibyte, description="The same bound in bytes.")
 
     # --- limits -------------------------------------------------------------------------------------------------
-    request_max_bytes: PositiveInt = Field(32 * Mebibyte, description="Larger bodies get 413. 131k tokens are about 1 MiB.")
+    request_max_bytes: PositiveInt = Field(
+        32 * Mebibyte, description="Larger bodies get 413. 131k tokens are about 1 MiB."
+    )
     response_max_bytes: PositiveInt = Field(
         64 * Mebibyte, description="A non-streamed answer is held to strip it; beyond this it is cut off as an error."
     )
@@ -129,11 +132,30 @@ class EnvoySettings(BaseSettings):
     prefill: tuple[Address, ...] = Field(("127.0.0.1:8100",), min_length=1, description="Prefill workers (P).")
     decode: tuple[Address, ...] = Field(("127.0.0.1:8200",), min_length=1, description="Decode workers (D).")
     hash_balance_factor: int = Field(
-        150, ge=100, description="A D takes at most this percentage of the mean load before its conversations spill over."
+        150,
+        ge=100,
+        description="A D takes at most this percentage of the mean load before its conversations spill over.",
     )
     stream_idle_timeout_seconds: PositiveFloat = Field(
         300.0, description="The only guard against a processor that goes silent while it holds a request."
     )
     health_interval_seconds: PositiveFloat = Field(5.0, description="Between active health checks of workers.")
+    health_timeout_seconds: PositiveFloat = Field(
+        5.0, description="Patience of one health check: a busy worker answers late, and late is not dead."
+    )
+    worker_idle_timeout_seconds: PositiveFloat = Field(
+        4.0,
+        description="Unused connections to workers are closed after this long. Keep it below their keep-alive"
+        " (VLLM_HTTP_TIMEOUT_KEEP_ALIVE, 5 s by default): a request on a connection the worker is closing is lost,"
+        " since nothing is retried.",
+    )
+    refused_paths: tuple[Annotated[str, Field(pattern=r"^/[A-Za-z0-9._~/-]*$")], ...] = Field(
+        ("/invocations", "/inference/v1/generate", "/inference/v1/abort_requests", "/abort_requests"),
+        description="Answered 404 on the client listener: vLLM paths that take kv_transfer_params unseen by ext_proc,"
+        " or end other clients' requests (--enable-scale-out opens most of them).",
+    )
+    max_client_connections: PositiveInt = Field(
+        10_000, description="Connections beyond it are closed at once. The prefill listener does not count."
+    )
     access_log: str = Field("/dev/stdout", description="File of the JSON access log.")
     concurrency: PositiveInt | None = Field(None, description="Envoy worker threads; unset means one per core.")
