@@ -8,7 +8,7 @@ CONVERSATION: Final = "x-kvloop-conversation"
 RECEIPT: Final = "x-kvloop-receipt"
 """What kvloop did for this request. Set by ext_proc on the response, read by clients and people."""
 
-SECRET: Final = "x-kvloop-secret"
+SECRET: Final = "x-kvloop-secret"  # noqa: S105 - a name, not a secret
 """The gateway's shared secret. Set by ext_proc on both legs, read (and required) by the guard on the workers."""
 
 LEG: Final = "x-kvloop-leg"

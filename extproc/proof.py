@@ -20,7 +20,8 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence as Ids
+    from collections.abc import Iterator
+    from collections.abc import Sequence as Ids
 
 CHUNK_TOKENS: Final = 32
 """Tokens under one digest. 16 bytes per 32 tokens: the memory of 8 bytes per 16, but out of reach of a birthday attack,

@@ -52,9 +52,11 @@ class GatewaySettings(BaseSettings):
     )
 
     # --- reuse ----------------------------------------------------------------------------------------------
-    reuse: bool = Field(True, description="False keeps every turn cold, to compare or to switch off in an emergency.")
+    reuse: bool = Field(
+        default=True, description="False keeps every turn cold, to compare or to switch off in an emergency."
+    )
     prefill_bidirectional: bool = Field(
-        True,
+        default=True,
         description="Whether the P pool runs with bidirectional_kv_xfer. A P without it may park a request for ever.",
     )
     sequence_source: Literal["auto", "digest", "token_ids"] = Field(
@@ -76,7 +78,7 @@ class GatewaySettings(BaseSettings):
         None, description="D's KV block size, to cut a handle. Unset: taken from the plugin or from D's /metrics."
     )
     single_host: bool = Field(
-        False, description="Accept loopback addresses in handles. Only right when P and D share one machine."
+        default=False, description="Accept loopback addresses in handles. Only right when P and D share one machine."
     )
 
     # --- memory -------------------------------------------------------------------------------------------------

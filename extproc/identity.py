@@ -1,0 +1,94 @@
+"""Decide which conversation a request belongs to, and keep tenants, models and cache salts apart.
+
+The id only *finds* a handle; whether it may be used is the proof's business. So a colliding or guessed id costs a cold
+turn, never a wrong answer. Ids are hashed at once: neither stores nor logs ever hold one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Final
+
+from extproc.events import Headers, header
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_KEY_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationKey:
+    """Hash of (tenant, model, cache salt, conversation id), 16 bytes."""
+
+    digest: bytes
+
+    def __str__(self) -> str:
+        return self.digest.hex()
+
+
+class InvalidConversationId(ValueError):
+    """The client named its conversation in a way kvloop does not accept; the turn goes cold."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityRules:
+    """Where to look for the conversation id and the tenant; names in lower case, first present wins."""
+
+    headers: Sequence[str]
+    fields: Sequence[str]
+    tenant_header: str
+    id_max_bytes: int
+
+
+def find_conversation(headers: Headers, fields: dict[str, Any], rules: IdentityRules) -> ConversationKey | None:
+    """Return the key of the request's conversation, None if it names none.
+
+    The model name stands for LoRA adapters as well, because vLLM addresses an adapter by it. Raises
+    ``InvalidConversationId`` for an id that is too long, contradictory or not text.
+    """
+    conversation_id = _conversation_id(headers, fields, rules)
+    if conversation_id is None:
+        return None
+    parts = (
+        (header(headers, rules.tenant_header.lower()) or "").encode(),
+        _text(fields.get("model")).encode(),
+        _text(fields.get("cache_salt")).encode(),
+        conversation_id.encode(),
+    )
+    digest = blake2b(digest_size=_KEY_BYTES)
+    for part in parts:
+        # The length keeps ("ab", "c") apart from ("a", "bc").
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return ConversationKey(digest.digest())
+
+
+def _conversation_id(headers: Headers, fields: dict[str, Any], rules: IdentityRules) -> str | None:
+    for name in rules.headers:
+        values = {value for key, value in headers if key == name.lower() and value}
+        if len(values) > 1:
+            raise InvalidConversationId(f"{name} was sent twice")
+        if values:
+            return _checked(values.pop(), rules)
+    for name in rules.fields:
+        value = fields.get(name)
+        if value is None or value == "":
+            continue
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise InvalidConversationId(f"{name} is neither a string nor an integer")
+        return _checked(str(value), rules)
+    return None
+
+
+def _checked(conversation_id: str, rules: IdentityRules) -> str:
+    if len(conversation_id.encode()) > rules.id_max_bytes:
+        raise InvalidConversationId("the conversation id is too long")
+    if not conversation_id.isprintable():
+        raise InvalidConversationId("the conversation id holds control characters")
+    return conversation_id
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

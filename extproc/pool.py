@@ -1,0 +1,32 @@
+"""What the gateway has learnt about the worker pools; shared by all exchanges of one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+_MAX_ENGINES: Final = 10_000
+"""Engine ids are new at every worker start; beyond this many, the oldest are forgotten."""
+
+
+@dataclass(slots=True)
+class PoolKnowledge:
+    """Mutable, belongs to one event loop.
+
+    ``digest_seen``: D's last handle carried our plugin's digest, so token ids need not be asked for.
+    ``prompt_ids_differed``: a P prefilled other tokens than it was told; nothing is attached until restart.
+    """
+
+    digest_seen: bool = False
+    prompt_ids_differed: bool = False
+    _block_sizes: dict[str, int] = field(default_factory=dict)
+
+    def block_size_tokens(self, engine_id: str) -> int | None:
+        """Return the engine's KV block size in tokens, None while unknown."""
+        return self._block_sizes.get(engine_id)
+
+    def learn_block_size(self, engine_id: str, tokens: int) -> None:
+        """Remember an engine's KV block size."""
+        if len(self._block_sizes) >= _MAX_ENGINES:
+            del self._block_sizes[next(iter(self._block_sizes))]
+        self._block_sizes[engine_id] = tokens

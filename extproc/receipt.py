@@ -1,0 +1,103 @@
+"""The receipt: what kvloop did for one request, told to the client, the access log and the counters alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Outcome(StrEnum):
+    """How the request was served."""
+
+    REUSED = "reused"
+    """P read everything the previous turn left on D."""
+    PARTIAL = "partial"
+    """P read the proven part of it."""
+    COLD = "cold"
+    """P computed the whole prompt."""
+    DECODE_ONLY = "decode_only"
+    """D computed the prompt by itself."""
+    REFUSED = "refused"
+    """The client got an error from us, or P's own error passed on."""
+    PASSED = "passed"
+    """Not ours: forwarded as it came."""
+
+
+class Reason(StrEnum):
+    """Why a turn did not reuse everything. One word each, a bounded set, so that they can be counted."""
+
+    NO_CONVERSATION = "no_conversation"
+    INVALID_CONVERSATION_ID = "invalid_conversation_id"
+    NOTHING_KEPT = "nothing_kept"
+    """First turn, or the handle was used, expired or evicted meanwhile."""
+    EXPIRED = "expired"
+    REUSE_OFF = "reuse_off"
+    NOT_BIDIRECTIONAL = "not_bidirectional"
+    NON_TEXT = "non_text"
+    SEVERAL_SEQUENCES = "several_sequences"
+    """n > 1, best_of, beam search or a list of prompts: one handle cannot serve several sequences."""
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    """prompt_logprobs or echo: D must compute the prompt itself to answer."""
+    RENDER_FAILED = "render_failed"
+    HISTORY_DIFFERS = "history_differs"
+    TOO_SHORT = "too_short"
+    """The proven part is below the worth of a read."""
+    CANNOT_CUT = "cannot_cut"
+    """Only a part is proven, and this handle cannot be cut (several block groups, unknown block size)."""
+    READ_FAILED = "read_failed"
+    """P had the handle but computed the tokens itself."""
+    PREFILL_FAILED = "prefill_failed"
+    PREFILL_TIMEOUT = "prefill_timeout"
+    PREFILL_UNREACHABLE = "prefill_unreachable"
+    PREFILL_WITHOUT_KV = "prefill_without_kv"
+    """P answered without transfer parameters: it runs no KV connector."""
+    PROMPT_IDS_DIFFER = "prompt_ids_differ"
+    """P prefilled other tokens than it was given; reuse is off until restart."""
+    CLIENT_ERROR = "client_error"
+
+
+@dataclass(slots=True)
+class Receipt:
+    """Filled in as the request goes. Tokens are counts, times milliseconds; None means: does not apply."""
+
+    outcome: Outcome = Outcome.PASSED
+    reason: Reason | None = None
+    prompt_tokens: int | None = None
+    reused_tokens: int | None = None
+    held_tokens: int | None = None
+    render_ms: float | None = None
+    prefill_ms: float | None = None
+    conversation: str | None = None
+    forbidden_fields_removed: int = 0
+    captured: str | None = None
+
+    def header_value(self) -> str:
+        """Return the receipt as an RFC 9651 dictionary, for the response header."""
+        return ", ".join(f"{key}={value}" for key, value in self._public().items())
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the receipt as Envoy dynamic metadata, for the access log."""
+        fields = self._public()
+        if self.conversation is not None:
+            fields["conversation"] = self.conversation
+        if self.forbidden_fields_removed:
+            fields["forbidden_fields_removed"] = self.forbidden_fields_removed
+        return fields
+
+    def _public(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"outcome": str(self.outcome)}
+        if self.reason is not None:
+            fields["reason"] = str(self.reason)
+        numbers = {
+            "reused": self.reused_tokens,
+            "prompt": self.prompt_tokens,
+            "held": self.held_tokens,
+            "render_ms": _rounded(self.render_ms),
+            "prefill_ms": _rounded(self.prefill_ms),
+        }
+        return fields | {key: value for key, value in numbers.items() if value is not None}
+
+
+def _rounded(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else round(milliseconds, 1)

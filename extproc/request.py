@@ -1,0 +1,106 @@
+"""Read a client's request body: check it, and take out what no client may send.
+
+A client's own transfer parameters would let it point a worker at any host (server-side request forgery, vllm#47843) or at
+somebody else's KV, so they are removed on every handled path, however they are spelled or nested.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from extproc import splice
+from extproc.endpoints import Dialect, Endpoint
+from extproc.errors import ClientError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+FORBIDDEN_FIELDS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
+EXTRA_ARGUMENTS_FIELD: Final = "vllm_xargs"
+"""vLLM merges this object into the sampling parameters' extra arguments, where the fields above would count."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRequest:
+    """A client's request: ``raw`` is its JSON text without forbidden fields, ``fields`` the same text parsed."""
+
+    endpoint: Endpoint
+    raw: bytes
+    fields: dict[str, Any]
+    forbidden_fields_removed: int
+
+    @property
+    def model(self) -> str:
+        """The model asked for; empty when the client leaves the choice to the worker."""
+        model = self.fields.get("model")
+        return model if isinstance(model, str) else ""
+
+    @property
+    def wants_token_ids(self) -> bool:
+        """Whether the client itself asked for the token ids kvloop would otherwise hide."""
+        return self.fields.get("return_token_ids") is True
+
+    @property
+    def token_id_prompt(self) -> list[int] | None:
+        """The prompt, if the client sent it as token ids that no worker would change before use."""
+        prompt = self.fields.get("prompt")
+        if (
+            self.endpoint.dialect is Dialect.COMPLETIONS
+            and isinstance(prompt, list)
+            and prompt
+            and all(type(token) is int and 0 <= token < 2**32 for token in prompt)
+            and self.fields.get("truncate_prompt_tokens") is None
+        ):
+            return prompt
+        return None
+
+
+def parse_request(endpoint: Endpoint, body: bytes) -> ApiRequest:
+    """Parse a request body; raises ``ClientError`` (400) unless it is a JSON object."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        # vLLM's parser accepts more (NaN, UTF-16); what kvloop cannot read it cannot clear of forbidden fields either.
+        raise ClientError(400, f"The request body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ClientError(400, "The request body must be a JSON object.", code="invalid_json")
+    return _without_forbidden_fields(endpoint, body, fields)
+
+
+def _without_forbidden_fields(endpoint: Endpoint, body: bytes, fields: dict[str, Any]) -> ApiRequest:
+    extra = fields.get(EXTRA_ARGUMENTS_FIELD)
+    nested = FORBIDDEN_FIELDS.intersection(extra) if isinstance(extra, dict) else frozenset()
+    if FORBIDDEN_FIELDS.isdisjoint(fields) and not nested:
+        return ApiRequest(endpoint, body, fields, 0)
+    start = splice.object_start(body)
+    assert start is not None  # noqa: S101 - the body parsed to a dict
+    found = splice.members(body, start)
+    removed = sum(member.key in FORBIDDEN_FIELDS for member in found) + len(nested)
+    put: dict[str, bytes] = {}
+    if isinstance(extra, dict) and nested:
+        put[EXTRA_ARGUMENTS_FIELD] = orjson.dumps({key: extra[key] for key in extra if key not in nested})
+    cleared = splice.edit(body, start, found, drop=FORBIDDEN_FIELDS, put=put)
+    return ApiRequest(endpoint, cleared, orjson.loads(cleared), removed)
+
+
+def has_non_text_content(fields: dict[str, Any]) -> bool:
+    """Tell whether a chat holds images, audio or the like: their tokens do not identify their content."""
+    return any(_is_non_text(message) for message in _items(fields.get("messages")))
+
+
+def _is_non_text(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    return any(
+        isinstance(part, dict) and part.get("type") not in _TEXT_PARTS for part in _items(message.get("content"))
+    )
+
+
+_TEXT_PARTS: Final[Collection[object]] = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

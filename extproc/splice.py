@@ -1,0 +1,150 @@
+r"""Cut members out of JSON text, or put some in, leaving every other byte as it was.
+
+Parsing and re-serialising would change what clients and workers see: number spelling, escapes, key order, duplicate keys.
+So kvloop edits the text. Every function here expects *valid* JSON (check it with a real parser first); given that, a quote
+can only open a key or a string, which is what makes the two regular expressions below sufficient.
+
+All offsets are bytes. Nothing recurses, so depth costs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRING_OR_BRACKET: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{\]}]', re.DOTALL)
+_SCALAR: Final = re.compile(rb"[^,\]}\s]+")
+_SPACE: Final = re.compile(rb"[ \t\r\n]*")
+_QUOTE, _COMMA, _OPEN_BRACE, _OPEN_BRACKET = b'",{['
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One ``"key": value`` of an object: offsets of the key's first quote and of the value, end exclusive."""
+
+    key: str
+    start: int
+    value_start: int
+    end: int
+
+
+def object_start(data: bytes) -> int | None:
+    """Return the offset of the outermost ``{``, or None when the text is not an object."""
+    start = _skip_space(data, 0)
+    return start if start < len(data) and data[start] == _OPEN_BRACE else None
+
+
+def members(data: bytes, start: int) -> list[Member]:
+    """List the members of the object whose ``{`` stands at ``start``, duplicates included, in order."""
+    found: list[Member] = []
+    at = _skip_space(data, start + 1)
+    while data[at] == _QUOTE:
+        key_end = _end_of_string(data, at)
+        colon = _skip_space(data, key_end)
+        value_start = _skip_space(data, colon + 1)
+        end = _end_of_value(data, value_start)
+        found.append(Member(orjson.loads(data[at:key_end]), at, value_start, end))
+        at = _skip_space(data, end)
+        if data[at] != _COMMA:
+            break
+        at = _skip_space(data, at + 1)
+    return found
+
+
+def elements(data: bytes, start: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of each element of the array whose ``[`` stands at ``start``."""
+    at = _skip_space(data, start + 1)
+    while data[at] != b"]"[0]:
+        end = _end_of_value(data, at)
+        yield at, end
+        at = _skip_space(data, end)
+        if data[at] != _COMMA:
+            return
+        at = _skip_space(data, at + 1)
+
+
+def is_object(data: bytes, value_start: int) -> bool:
+    """Tell whether the value at this offset is an object."""
+    return data[value_start] == _OPEN_BRACE
+
+
+def is_array(data: bytes, value_start: int) -> bool:
+    """Tell whether the value at this offset is an array."""
+    return data[value_start] == _OPEN_BRACKET
+
+
+def edit(
+    data: bytes,
+    start: int,
+    found: list[Member],
+    *,
+    drop: Collection[str] = (),
+    put: Mapping[str, bytes] | None = None,
+    add: Mapping[str, bytes] | None = None,
+) -> bytes:
+    """Return the text with the object at ``start`` changed, given its ``members``.
+
+    ``drop`` removes every member of that name; ``put`` replaces the value of every member of that name where it stands;
+    ``add`` appends members at the end (drop the name as well if it may be there). Values are JSON text.
+    """
+    put = put or {}
+    out = [data[: start + 1]]
+    previous_end = start + 1
+    kept = 0
+    for member in found:
+        if member.key not in drop:
+            # The first member kept takes over the spacing after the brace, the others bring their own comma.
+            lead = data[previous_end : member.start] if kept else data[start + 1 : found[0].start]
+            value = put.get(member.key)
+            whole = (
+                data[member.start : member.end] if value is None else data[member.start : member.value_start] + value
+            )
+            out += (lead, whole)
+            kept += 1
+        previous_end = member.end
+    for key, value in (add or {}).items():
+        out += (b"," if kept else b"", orjson.dumps(key), b":", value)
+        kept += 1
+    out.append(data[previous_end:])
+    return b"".join(out)
+
+
+def _skip_space(data: bytes, at: int) -> int:
+    match = _SPACE.match(data, at)
+    assert match is not None  # noqa: S101 - the pattern matches the empty string
+    return match.end()
+
+
+def _end_of_string(data: bytes, at: int) -> int:
+    match = _STRING.match(data, at)
+    if match is None:
+        raise ValueError("not valid JSON")
+    return match.end()
+
+
+def _end_of_value(data: bytes, at: int) -> int:
+    first = data[at]
+    if first == _QUOTE:
+        return _end_of_string(data, at)
+    if first not in (_OPEN_BRACE, _OPEN_BRACKET):
+        match = _SCALAR.match(data, at)
+        if match is None:
+            raise ValueError("not valid JSON")
+        return match.end()
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(data, at):
+        token = data[match.start()]
+        if token in b"[{":
+            depth += 1
+        elif token in b"]}":
+            depth -= 1
+            if depth == 0:
+                return match.end()
+    raise ValueError("not valid JSON")

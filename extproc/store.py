@@ -1,0 +1,123 @@
+"""What is kept between turns: one handle per conversation, taken at most once, gone in time.
+
+``MemoryStore`` is pure: it reads no clock. Its order of insertion is its order of expiry, because every turn lives
+equally long, so each operation costs the same with ten conversations as with a hundred thousand.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from extproc.handle import Handle
+    from extproc.identity import ConversationKey
+    from extproc.proof import Sequence
+
+_ENTRY_OVERHEAD_BYTES: Final = 1200
+"""Measured cost of an entry besides its handle's and digests' bytes: objects, dict slots, short strings, tail tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTurn:
+    """A finished turn: where its KV lies, which tokens it covers, until when (monotonic seconds) it may be used."""
+
+    handle: Handle
+    sequence: Sequence
+    block_size_tokens: int | None
+    model: str
+    deadline: float
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory the turn costs, close enough to bound the store."""
+        return len(self.handle.raw) + len(self.sequence.digests) + _ENTRY_OVERHEAD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A turn that will not be used, and why: ``superseded``, ``evicted``, ``expired`` or ``engine_gone``."""
+
+    turn: StoredTurn
+    reason: str
+
+
+class MemoryStore:
+    """Handles by conversation, bounded in entries and bytes. Not thread-safe: it belongs to one event loop."""
+
+    def __init__(self, *, max_conversations: int, max_bytes: int) -> None:
+        self._max_conversations = max_conversations
+        self._max_bytes = max_bytes
+        self._turns: OrderedDict[ConversationKey, StoredTurn] = OrderedDict()
+        self._keys_by_engine: dict[str, set[ConversationKey]] = {}
+        self._engine_at: dict[tuple[str, int], str] = {}
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory all kept turns cost, by ``StoredTurn.size_bytes``."""
+        return self._bytes
+
+    def take(self, key: ConversationKey) -> StoredTurn | None:
+        """Remove and return the conversation's turn, if any. Whoever takes it checks its deadline before use."""
+        return self._remove(key)
+
+    def put(self, key: ConversationKey, turn: StoredTurn) -> list[Dropped]:
+        """Keep ``turn``, and return every turn that had to make room for it.
+
+        A new engine id at a known address means that D restarted: whatever the old engine held is gone with it.
+        """
+        dropped = self._drop_predecessor(turn.handle)
+        previous = self._remove(key)
+        if previous is not None:
+            dropped.append(Dropped(previous, "superseded"))
+        self._turns[key] = turn
+        self._keys_by_engine.setdefault(turn.handle.engine_id, set()).add(key)
+        self._bytes += turn.size_bytes
+        while len(self._turns) > self._max_conversations or self._bytes > self._max_bytes:
+            dropped.append(Dropped(self._remove_oldest(), "evicted"))
+        return dropped
+
+    def expire(self, now: float) -> list[Dropped]:
+        """Remove every turn whose deadline has come."""
+        dropped: list[Dropped] = []
+        while self._turns and next(iter(self._turns.values())).deadline <= now:
+            dropped.append(Dropped(self._remove_oldest(), "expired"))
+        return dropped
+
+    def discard_engine(self, engine_id: str) -> list[Dropped]:
+        """Remove every turn an engine holds, because the engine is gone."""
+        keys = list(self._keys_by_engine.get(engine_id, ()))
+        return [Dropped(turn, "engine_gone") for key in keys if (turn := self._remove(key)) is not None]
+
+    def drain(self) -> list[Dropped]:
+        """Remove everything, because the gateway stops."""
+        return [Dropped(self._remove_oldest(), "draining") for _ in range(len(self._turns))]
+
+    def _drop_predecessor(self, handle: Handle) -> list[Dropped]:
+        address = (handle.host, handle.port)
+        previous_engine = self._engine_at.get(address)
+        self._engine_at[address] = handle.engine_id
+        if previous_engine is None or previous_engine == handle.engine_id:
+            return []
+        return self.discard_engine(previous_engine)
+
+    def _remove_oldest(self) -> StoredTurn:
+        turn = self._remove(next(iter(self._turns)))
+        assert turn is not None  # noqa: S101 - the key was just read
+        return turn
+
+    def _remove(self, key: ConversationKey) -> StoredTurn | None:
+        turn = self._turns.pop(key, None)
+        if turn is None:
+            return None
+        self._bytes -= turn.size_bytes
+        keys = self._keys_by_engine[turn.handle.engine_id]
+        keys.discard(key)
+        if not keys:
+            del self._keys_by_engine[turn.handle.engine_id]
+        return turn

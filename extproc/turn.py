@@ -1,0 +1,225 @@
+"""Fold D's response into what is worth knowing of it, and give the client the bytes it would have got without kvloop.
+
+Two things are read off: the handle D publishes in its last message, and (from a D without our plugin) the token ids kvloop
+asked for. Both are hidden again. vLLM writes ``null`` for what nobody asked for, so ``null`` is what clients get.
+
+Rules that must stay true:
+
+* However a response is cut into chunks, the outcome and the client's bytes are the same.
+* What cannot be parsed is forwarded as it came.
+* A whole event leaves as soon as its last byte is here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import orjson
+
+from extproc import splice
+from extproc.sse import EventSplitter, event_data, replace_data
+
+_TRANSFER_KEY: Final = "kv_transfer_params"
+_PROMPT_IDS_KEY: Final = "prompt_token_ids"
+_IDS_KEY: Final = "token_ids"
+
+# Cheap tests for "may hold something of ours". Escapes (\u) may spell a key in disguise, so they count as a hit.
+_TRANSFER_HINT: Final = re.compile(rb"kv_transfer_params|\\u")
+_ANY_HINT: Final = re.compile(rb"kv_transfer_params|token_ids|\\u")
+_NULL_TRANSFER: Final = re.compile(rb'"kv_transfer_params":null')
+
+
+class ResponseTooLarge(Exception):
+    """A response kvloop must hold to strip it outgrew the configured bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What to read off one response. ``hide_token_ids`` is set when kvloop asked for the ids and the client did not."""
+
+    learn_token_ids: bool
+    hide_token_ids: bool
+    event_max_bytes: int
+    response_max_bytes: int
+
+
+@dataclass(slots=True)
+class Learned:
+    """What a response has told so far. ``published`` is D's transfer parameters as JSON text."""
+
+    prompt_ids: list[int] | None = None
+    generated_ids: list[int] = field(default_factory=list)
+    published: bytes | None = None
+    null_transfer_seen: bool = False
+
+
+class TurnFold(Protocol):
+    """A response being folded, whatever its media type."""
+
+    learned: Learned
+
+    def feed(self, data: bytes, *, end: bool) -> bytes | None:
+        """Take a chunk; return the bytes that replace it for the client, None if it goes as it came."""
+
+
+class StreamedTurn:
+    """Fold a ``text/event-stream`` response."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.learned = Learned()
+        self._watch = watch
+        self._splitter = EventSplitter(watch.event_max_bytes)
+        self._hint = _ANY_HINT if watch.learn_token_ids else _TRANSFER_HINT
+
+    def feed(self, data: bytes, *, end: bool) -> bytes | None:
+        """Take a chunk, see ``TurnFold``; raises ``EventTooLarge``."""
+        splitter = self._splitter
+        if not splitter.holds_bytes and data.endswith(b"\n\n") and self._is_plain(data):
+            return None
+        events = splitter.feed(data)
+        if end:
+            events.append(splitter.flush())
+        out = b"".join(map(self._client_event, events))
+        return None if out == data else out
+
+    def _is_plain(self, data: bytes) -> bool:
+        """Whether these whole events hold nothing of ours; ``null`` in every chunk (vLLM 0.33) is nothing, too."""
+        match = self._hint.search(data)
+        if match is None:
+            return True
+        if self._hint is _TRANSFER_HINT and b"\\u" not in data:
+            self.learned.null_transfer_seen = True
+            return data.count(b"kv_transfer_params") == len(_NULL_TRANSFER.findall(data))
+        return False
+
+    def _client_event(self, event: bytes) -> bytes:
+        if self._hint.search(event) is None:
+            return event
+        data = event_data(event)
+        cleaned = _take_out(data, self._watch, self.learned, keep_null=self.learned.null_transfer_seen)
+        if cleaned is None:
+            return b""
+        return event if cleaned == data else replace_data(event, cleaned)
+
+
+class WholeTurn:
+    """Fold an ``application/json`` response: nothing leaves before its end, because only then it can be stripped."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.learned = Learned()
+        self._watch = watch
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def feed(self, data: bytes, *, end: bool) -> bytes | None:
+        """Take a chunk, see ``TurnFold``; raises ``ResponseTooLarge``."""
+        self._pieces.append(data)
+        self._size += len(data)
+        if self._size > self._watch.response_max_bytes:
+            raise ResponseTooLarge
+        if not end:
+            return b""
+        whole = b"".join(self._pieces)
+        cleaned = _take_out(whole, self._watch, self.learned, keep_null=True)
+        return whole if cleaned is None else cleaned
+
+
+def _take_out(text: bytes, watch: Watch, learned: Learned, *, keep_null: bool) -> bytes | None:
+    """Read one message, and return its text without what the client did not ask for (None: drop the message)."""
+    try:
+        message = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+    if not isinstance(message, dict):
+        return text
+    _learn(message, text, learned)
+    hides_ids = watch.hide_token_ids
+    if hides_ids and _exists_only_for_its_ids(message):
+        return None
+    return _hide(text, message, hides_ids=hides_ids, keep_null=keep_null)
+
+
+def _learn(message: dict[str, Any], text: bytes, learned: Learned) -> None:
+    if isinstance(message.get(_TRANSFER_KEY), dict):
+        learned.published = _raw_value(text, _TRANSFER_KEY)
+    elif _TRANSFER_KEY in message:
+        learned.null_transfer_seen = True
+    for holder in (message, *_choices(message)):
+        prompt_ids = holder.get(_PROMPT_IDS_KEY)
+        if isinstance(prompt_ids, list) and learned.prompt_ids is None:
+            learned.prompt_ids = prompt_ids
+    for choice in _choices(message):
+        ids = choice.get(_IDS_KEY)
+        if isinstance(ids, list):
+            learned.generated_ids += ids
+
+
+def _exists_only_for_its_ids(message: dict[str, Any]) -> bool:
+    """Tell whether vLLM would not have sent this chunk had nobody asked for token ids.
+
+    Its parsers swallow some tokens (of a tool call, say); such a chunk is sent only to carry the ids, with an empty delta.
+    """
+    choices = _choices(message)
+    if len(choices) != 1 or isinstance(message.get(_TRANSFER_KEY), dict):
+        return False
+    choice = choices[0]
+    return (
+        choice.get("delta") == {}
+        and choice.get("finish_reason") is None
+        and choice.get("logprobs") is None
+        and bool(choice.get(_IDS_KEY))
+    )
+
+
+def _hide(text: bytes, message: dict[str, Any], *, hides_ids: bool, keep_null: bool) -> bytes:
+    put: dict[str, bytes] = {}
+    drop: set[str] = set()
+    if message.get(_TRANSFER_KEY) is not None:
+        if keep_null:
+            put[_TRANSFER_KEY] = b"null"
+        else:
+            drop.add(_TRANSFER_KEY)
+    start = splice.object_start(text)
+    assert start is not None  # noqa: S101 - the text parsed to a dict
+    found = splice.members(text, start)
+    if hides_ids:
+        if message.get(_PROMPT_IDS_KEY) is not None:
+            put[_PROMPT_IDS_KEY] = b"null"
+        if any(_shows_ids(choice) for choice in _choices(message)):
+            at = next(member for member in reversed(found) if member.key == "choices")
+            put["choices"] = _choices_without_ids(text[at.value_start : at.end])
+    if not put and not drop:
+        return text
+    return splice.edit(text, start, found, drop=drop, put=put)
+
+
+def _choices_without_ids(array: bytes) -> bytes:
+    nothing = {_IDS_KEY: b"null", _PROMPT_IDS_KEY: b"null"}
+    out: list[bytes] = []
+    previous_end = 0
+    for start, end in splice.elements(array, 0):
+        choice = array[start:end]
+        if splice.is_object(choice, 0):
+            choice = splice.edit(choice, 0, splice.members(choice, 0), put=nothing)
+        out += (array[previous_end:start], choice)
+        previous_end = end
+    out.append(array[previous_end:])
+    return b"".join(out)
+
+
+def _shows_ids(choice: dict[str, Any]) -> bool:
+    return choice.get(_IDS_KEY) is not None or choice.get(_PROMPT_IDS_KEY) is not None
+
+
+def _choices(message: dict[str, Any]) -> list[dict[str, Any]]:
+    choices = message.get("choices")
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+
+
+def _raw_value(text: bytes, key: str) -> bytes:
+    start = splice.object_start(text)
+    assert start is not None  # noqa: S101 - the text parsed to a dict
+    member = next(member for member in reversed(splice.members(text, start)) if member.key == key)
+    return text[member.value_start : member.end]
