@@ -130,7 +130,7 @@ class Exchange:
         asked = leg.params is not None and self._wants_token_ids()
         yield ForwardRequest(
             legs.decode_body(request, leg.params, leg.prompt_ids, ask_token_ids=asked),
-            set_headers=self._decode_headers(),
+            set_headers=self._decode_headers(leg),
             # A compressed answer could be neither read nor stripped.
             remove_headers=("accept-encoding",) if leg.params is not None else (),
             had_trailers=had_trailers,
@@ -357,8 +357,13 @@ class Exchange:
         source = self.settings.sequence_source
         return source == "token_ids" or (source == "auto" and not self.pool.digest_seen)
 
-    def _decode_headers(self) -> Headers:
-        return () if self._key is None else ((names.CONVERSATION, str(self._key)),)
+    def _decode_headers(self, leg: DecodeLeg) -> Headers:
+        """Headers that let Envoy pick the conversation's D, and D's guard accept the transfer parameters."""
+        conversation: Headers = () if self._key is None else ((names.CONVERSATION, str(self._key)),)
+        secret = self.settings.worker_secret
+        if secret is None or leg.params is None:
+            return conversation
+        return (*conversation, (names.SECRET, secret.get_secret_value()))
 
     def _receive_response(self) -> Generator[Effect, Any, Event]:
         """Wait for the response; a repeated end of the request (seen on some Envoys) wants no answer."""

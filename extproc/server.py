@@ -60,6 +60,7 @@ class Gateway:
         self._client = client
         self._releases: asyncio.Queue[Release] = asyncio.Queue(_RELEASES_WAITING)
         self._errands: set[asyncio.Task[None]] = set()
+        self._warned: set[str] = set()
 
     async def process(self, _: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         """Serve one ext_proc stream (``ExternalProcessor.Process``, raw message bytes both ways)."""
@@ -124,7 +125,8 @@ class Gateway:
                 "prompt_ids_differed",
                 fix="P ignores kv_transfer_params.prompt_token_ids; check its vLLM version. Reuse is off until restart.",
             )
-        if receipt.captured == "loopback_host":
+        if receipt.captured == "loopback_host" and "loopback_host" not in self._warned:
+            self._warned.add("loopback_host")
             log.warning(
                 "handle_with_loopback_host",
                 fix="set VLLM_NIXL_SIDE_CHANNEL_HOST on D to an address P can reach, or KVLOOP_SINGLE_HOST=true",
