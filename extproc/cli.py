@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except ValidationError as error:
         for problem in error.errors():
-            setting = "KVLOOP_" + "_".join(str(part) for part in problem["loc"]).upper()
-            print(f"kvloop: {setting}: {problem['msg']}", file=sys.stderr)
+            setting = "".join(f"KVLOOP_{part}: ".upper() for part in problem["loc"][:1])
+            print(f"kvloop: {setting}{problem['msg']}", file=sys.stderr)
         return 2
 
 

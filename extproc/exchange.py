@@ -106,8 +106,7 @@ class Exchange:
             yield Refuse(error.status, error.body, metadata=self.receipt.metadata())
         except StreamEnded:
             pass
-        if self._unsent is not None:
-            yield from self._release_unsent("abandoned")
+        yield from self._release_unsent("abandoned")
 
     def _serve(self) -> Generator[Effect, Any, None]:
         opening = yield from self._receive()
@@ -280,7 +279,8 @@ class Exchange:
             # P's KV mixes tokens nobody proved with the handle's. Nothing of it may be used.
             return self._distrust(ids_text)
         read = attachment.tokens if prefilled.cached_tokens is None else prefilled.cached_tokens
-        if read < attachment.tokens:
+        # Short of the rest P's own cache had the start of it, and what was left was not worth a read to P.
+        if attachment.tokens - read >= self.settings.min_reuse_tokens:
             self._conclude(Outcome.COLD, Reason.READ_FAILED)
         elif attachment.is_whole:
             self._conclude(Outcome.REUSED, None)
@@ -436,8 +436,8 @@ class Exchange:
             yield LearnBlockSize(handle.engine_id, upstream)
         deadline = self._now + self.settings.handle_ttl_seconds - self.settings.handle_margin_seconds
         turn = StoredTurn(handle, sequence, publication.block_size_tokens, request.model, deadline)
-        self.receipt.captured = "kept"
         yield Keep(self._key, turn)
+        self.receipt.captured = "kept"
 
     def _sequence(self, publication: handles.Publication, learned: Learned) -> proof.Sequence | None:
         """Return the tokens behind the handle: D's own digest, else the ids it streamed.

@@ -28,7 +28,8 @@ _IDS_KEY: Final = "token_ids"
 # Cheap tests for "may hold something of ours". Escapes (\u) may spell a key in disguise, so they count as a hit.
 _TRANSFER_HINT: Final = re.compile(rb"kv_transfer_params|\\u")
 _ANY_HINT: Final = re.compile(rb"kv_transfer_params|token_ids|\\u")
-_NULL_TRANSFER: Final = re.compile(rb'"kv_transfer_params":null')
+_TRANSFER_WORD: Final = b"kv_transfer_params"
+_NULL_TRANSFER: Final = b'"kv_transfer_params":null'
 
 
 class ResponseTooLarge(Exception):
@@ -86,13 +87,13 @@ class StreamedTurn:
 
     def _is_plain(self, data: bytes) -> bool:
         """Whether these whole events hold nothing of ours; ``null`` in every chunk (vLLM 0.33) is nothing, too."""
-        match = self._hint.search(data)
-        if match is None:
+        if self._hint.search(data) is None:
             return True
-        if self._hint is _TRANSFER_HINT and b"\\u" not in data:
-            self.learned.null_transfer_seen = True
-            return data.count(b"kv_transfer_params") == len(_NULL_TRANSFER.findall(data))
-        return False
+        if self._hint is not _TRANSFER_HINT or b"\\u" in data:
+            return False
+        nulls = data.count(_NULL_TRANSFER)
+        self.learned.null_transfer_seen |= nulls > 0
+        return data.count(_TRANSFER_WORD) == nulls
 
     def _client_event(self, event: bytes) -> bytes:
         if self._hint.search(event) is None:

@@ -1,0 +1,710 @@
+"""The exchange, branch by branch: identity, proof, the failure ladder, capture, and what Envoy may send."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc import proof
+from extproc.errors import EnvoyProtocolError
+from extproc.events import (
+    Call,
+    Ended,
+    ForwardChunk,
+    ForwardRequest,
+    ForwardResponseHeaders,
+    ForwardTrailers,
+    Leg,
+    LegResult,
+    Refuse,
+    RequestBody,
+    RequestHeaders,
+    RequestTrailers,
+    ResponseBody,
+    ResponseHeaders,
+    ResponseTrailers,
+    header,
+)
+from extproc.handle import read_publication
+from extproc.identity import IdentityRules, find_conversation
+from extproc.receipt import Outcome, Reason
+from extproc.settings import GatewaySettings
+from extproc.sse import EventTooLarge
+from extproc.store import StoredTurn
+from world import BLOCK_SIZE, ENGINE, FOR_DECODE, Seen, World, handle_params, receipt_of, sse
+
+HELD = list(range(200))
+PROMPT = [*HELD, 900, 901]
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+RULES = IdentityRules(("x-conversation-id",), (), "authorization", 256)
+
+
+def key_of(model: str = "m"):
+    key = find_conversation((("x-conversation-id", "c1"),), {"model": model}, RULES)
+    assert key is not None
+    return key
+
+
+def kept(world: World, held: list[int] | None = None, **changes: Any) -> None:
+    """Put a finished turn of conversation c1 into the store."""
+    tokens = HELD if held is None else held
+    publication = read_publication(orjson.dumps(handle_params(len(tokens), digest_of=tokens)))
+    turn = StoredTurn(publication.handle, proof.fingerprint(tokens), BLOCK_SIZE, "m", world.now + 450)
+    world.store.put(key_of(), dataclasses.replace(turn, **changes))
+
+
+def prefilled(world: World, ids: list[int] | None = None, **params: Any) -> LegResult:
+    body = {"kv_transfer_params": FOR_DECODE | params, "prompt_token_ids": PROMPT if ids is None else ids}
+    return world.answer(200, body)
+
+
+@pytest.fixture
+def world() -> World:
+    """A world with a kept turn, a P that renders ``PROMPT`` and reads what it is given."""
+    world = World()
+
+    def prefill(call: Call) -> LegResult:
+        params = orjson.loads(call.body)["kv_transfer_params"]
+        return prefilled(world, remote_prefill_cached_tokens=params.get("remote_num_tokens", 0))
+
+    world.prefill = prefill
+    world.render = lambda _: world.answer(200, {"token_ids": PROMPT})
+    kept(world)
+    return world
+
+
+def ask(world: World, body: Any = CHAT, *, response: list[Any] | None = None, **headers: str) -> Seen:
+    headers.setdefault("x_conversation_id", "c1")
+    events = world.request(body, **headers)
+    return world.run([*events, *(world.response(sse({"choices": []})) if response is None else response)])
+
+
+def final(tokens: int = 210, **changes: Any) -> bytes:
+    """D's last chunk, with a handle that carries its own digest."""
+    params = handle_params(tokens, digest_of=list(range(tokens)), **changes)
+    return sse({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "kv_transfer_params": params})
+
+
+# --- what keeps a turn cold ---------------------------------------------------------------------------------------
+
+
+def test_a_kept_turn_is_attached_once_proven(world: World) -> None:
+    seen = ask(world)
+    assert seen.leg_bodies(Leg.PREFILL)[0]["kv_transfer_params"]["remote_num_tokens"] == len(HELD)
+    assert receipt_of(seen)["outcome"] == "reused"
+    assert len(world.store) == 0
+
+
+def test_hazard_07_of_two_equal_turns_one_gets_the_handle(world: World) -> None:
+    first, second = ask(world), ask(world)
+    assert receipt_of(first)["outcome"] == "reused"
+    assert receipt_of(second) == {
+        "outcome": "cold", "reason": "nothing_kept", "reused": "0", "prompt": "202", "prefill_ms": "250.0",
+    }  # fmt: skip
+
+
+def test_no_conversation_is_cold_and_touches_no_store(world: World) -> None:
+    seen = ask(world, x_conversation_id="")
+    assert receipt_of(seen)["reason"] == "no_conversation"
+    assert len(world.store) == 1
+    assert header(seen.forwarded.set_headers, "x-kvloop-conversation") is None
+
+
+def test_hazard_09_an_oversized_id_is_no_conversation(world: World) -> None:
+    assert receipt_of(ask(world, x_conversation_id="x" * 257))["reason"] == "invalid_conversation_id"
+
+
+def test_the_decode_leg_carries_the_hashed_conversation_for_the_load_balancer(world: World) -> None:
+    assert header(ask(world).forwarded.set_headers, "x-kvloop-conversation") == str(key_of())
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [({"reuse": False}, "reuse_off"), ({"prefill_bidirectional": False}, "not_bidirectional")],
+)
+def test_reuse_can_be_ruled_out_by_a_setting(world: World, setting: dict[str, Any], reason: str) -> None:
+    world.settings = GatewaySettings(**setting)
+    seen = ask(world, response=world.response(final()))
+    assert receipt_of(seen)["reason"] == reason
+    assert len(world.store) == 1
+    # What D pinned for this turn is not going to be read either.
+    assert [release.reason for release in seen.releases] == [reason]
+
+
+def test_images_are_never_reused_or_captured(world: World) -> None:
+    picture = CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]}
+    seen = ask(world, picture, response=world.response(final()))
+    assert receipt_of(seen)["reason"] == "non_text"
+    assert "prompt_token_ids" not in seen.decode["kv_transfer_params"]
+    assert [release.reason for release in seen.releases] == ["non_text"]
+
+
+def test_hazard_06_a_handle_is_dead_at_its_deadline_and_is_released(world: World) -> None:
+    world.now += 450
+    seen = ask(world)
+    assert receipt_of(seen)["reason"] == "expired"
+    assert [release.reason for release in seen.releases] == ["expired"]
+
+
+def test_hazard_06_a_handle_lives_until_its_deadline(world: World) -> None:
+    world.now += 449.999
+    assert receipt_of(ask(world))["outcome"] == "reused"
+
+
+def test_hazard_06_a_slow_render_can_outlive_the_handle(world: World) -> None:
+    def slow(_: Call) -> LegResult:
+        world.now += 451
+        return world.answer(200, {"token_ids": PROMPT})
+
+    world.render = slow
+    assert receipt_of(ask(world))["reason"] == "expired"
+
+
+@pytest.mark.parametrize(
+    "rendering",
+    [
+        {"status": 403, "body": {"error": "scale-out is off"}},
+        {"status": 200, "body": b"not json"},
+        {"status": 200, "body": {"token_ids": []}},
+        {"status": 200, "body": {"token_ids": PROMPT, "features": {"mm_hashes": {}}}},
+        {"status": 200, "body": [{"token_ids": PROMPT}, {"token_ids": PROMPT}]},
+        {"status": 0, "body": b"", "error": "timeout"},
+    ],
+)
+def test_without_a_rendered_prompt_the_turn_is_cold(world: World, rendering: dict[str, Any]) -> None:
+    world.render = lambda _: world.answer(**rendering)
+    seen = ask(world)
+    assert receipt_of(seen)["outcome"] == "cold"
+    assert receipt_of(seen)["reason"] == "render_failed"
+    assert [release.reason for release in seen.releases] == ["render_failed"]
+
+
+def test_a_rewritten_history_is_cold_and_releases_the_handle(world: World) -> None:
+    kept(world, [9, *HELD[1:]])
+    seen = ask(world)
+    assert receipt_of(seen)["reason"] == "history_differs"
+    assert [release.reason for release in seen.releases] == ["history_differs"]
+
+
+def test_a_proven_beginning_is_reused_in_whole_blocks(world: World) -> None:
+    kept(world, [*HELD[:130], 7, *HELD[131:]])
+    seen = ask(world)
+    (leg,) = seen.leg_bodies(Leg.PREFILL)
+    assert leg["kv_transfer_params"]["remote_num_tokens"] == 128
+    assert leg["kv_transfer_params"]["remote_block_ids"] == [[1, 2, 3, 4]]
+    assert receipt_of(seen)["outcome"] == "partial"
+    assert seen.releases == []
+
+
+@pytest.mark.parametrize("changes", [{"block_size_tokens": None}, {"block_size_tokens": 48}])
+def test_a_handle_that_cannot_be_cut_is_released(world: World, changes: dict[str, Any]) -> None:
+    kept(world, [*HELD[:130], 7, *HELD[131:]], **changes)
+    assert receipt_of(ask(world))["reason"] == "cannot_cut"
+
+
+def test_the_block_size_may_come_from_settings(world: World) -> None:
+    world.settings = GatewaySettings(decode_block_size_tokens=BLOCK_SIZE)
+    kept(world, [*HELD[:130], 7, *HELD[131:]], block_size_tokens=None)
+    assert receipt_of(ask(world))["outcome"] == "partial"
+
+
+def test_a_token_id_prompt_needs_no_render(world: World) -> None:
+    world.render = None
+    body = {"model": "m", "prompt": PROMPT}
+    seen = ask(world, body, path="/v1/completions")
+    assert receipt_of(seen)["outcome"] == "reused"
+    assert seen.decode["prompt"] == PROMPT
+    assert "prompt_token_ids" not in seen.decode["kv_transfer_params"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"n": 2}, "several_sequences"),
+        ({"best_of": 2}, "several_sequences"),
+        ({"use_beam_search": True}, "several_sequences"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"echo": True}, "prompt_logprobs"),
+    ],
+)
+def test_hazard_36_46_requests_one_handle_cannot_serve_go_to_d_as_they_are(
+    world: World, fields: dict[str, Any], reason: str
+) -> None:
+    body = CHAT | fields
+    seen = ask(world, body)
+    assert seen.calls == []
+    assert seen.decode == body
+    assert receipt_of(seen) == {"outcome": "decode_only", "reason": reason}
+    assert seen.response_headers.watch is False
+    assert len(world.store) == 1
+
+
+# --- the ladder -----------------------------------------------------------------------------------------------------
+
+
+def legs_in_turn(*answers: LegResult):
+    """A P that gives these answers, one per leg."""
+    pending = iter(answers)
+    return lambda _: next(pending)
+
+
+def test_hazard_18_a_failed_leg_with_a_handle_is_tried_once_more_without(world: World) -> None:
+    world.prefill = legs_in_turn(world.answer(500, {"error": {}}), prefilled(world))
+    seen = ask(world)
+    first, second = seen.leg_bodies(Leg.PREFILL)
+    assert "remote_engine_id" in first["kv_transfer_params"]
+    assert second["kv_transfer_params"] == {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "prompt_token_ids": PROMPT,
+    }
+    assert receipt_of(seen)["outcome"] == "cold"
+    assert receipt_of(seen)["reason"] == "prefill_failed"
+    assert receipt_of(seen)["prefill_ms"] == "500.0"
+    ids = [header(call.headers, "x-request-id") for call in seen.calls if call.leg is Leg.PREFILL]
+    assert ids == ["r1-prefill-reuse", "r1-prefill-cold"]
+    # It may have been read: it neither comes back nor is released.
+    assert seen.releases == []
+    assert len(world.store) == 0
+
+
+def test_hazard_14_a_parked_leg_ends_at_its_timeout(world: World) -> None:
+    world.prefill = legs_in_turn(world.answer(0, b"", error="timeout"), prefilled(world))
+    seen = ask(world)
+    assert receipt_of(seen)["reason"] == "prefill_timeout"
+    timeouts = [call.timeout_seconds for call in seen.calls if call.leg is Leg.PREFILL]
+    assert timeouts == [world.settings.reuse_timeout_seconds, world.settings.prefill_timeout_seconds]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ({"status": 0, "body": b"", "error": "unreachable"}, "prefill_unreachable"),
+        ({"status": 0, "body": b"", "error": "timeout"}, "prefill_timeout"),
+        ({"status": 503, "body": b"no healthy upstream"}, "prefill_failed"),
+        ({"status": 200, "body": {"choices": []}}, "prefill_without_kv"),
+        ({"status": 200, "body": b"}"}, "prefill_without_kv"),
+    ],
+)
+def test_without_p_the_decode_worker_serves_alone(world: World, answer: dict[str, Any], reason: str) -> None:
+    world.prefill = lambda _: world.answer(**answer)
+    seen = ask(world, response=world.response(final()))
+    assert seen.decode["kv_transfer_params"] == {
+        "do_remote_decode": False,
+        "do_remote_prefill": False,
+        "prompt_token_ids": PROMPT,
+    }
+    assert receipt_of(seen)["outcome"] == "decode_only"
+    assert receipt_of(seen)["reason"] == reason
+    # D's handle is as good as after a prefill leg.
+    assert seen.receipt.captured == "kept"
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
+def test_p_s_client_errors_reach_the_client_unchanged_and_no_decode_leg_is_sent(world: World, status: int) -> None:
+    body = b'{"error":{"message":"context too long","code":400}}'
+    world.prefill = lambda _: world.answer(status, body, content_type="application/json; charset=utf-8")
+    seen = ask(world)
+    assert (seen.refused.status, seen.refused.body) == (status, body)
+    assert seen.refused.headers == (("content-type", "application/json; charset=utf-8"),)
+    assert not any(isinstance(answer, ForwardRequest) for answer in seen.answers)
+    assert seen.receipt.outcome is Outcome.REFUSED
+
+
+def test_a_p_that_computed_the_tokens_itself_is_a_failed_read(world: World) -> None:
+    world.prefill = lambda _: prefilled(world, remote_prefill_cached_tokens=0)
+    assert receipt_of(ask(world))["reason"] == "read_failed"
+
+
+def test_a_p_whose_own_cache_had_most_of_it_is_no_failed_read(world: World) -> None:
+    world.prefill = lambda _: prefilled(world, remote_prefill_cached_tokens=len(HELD) - 63)
+    assert receipt_of(ask(world))["outcome"] == "reused"
+
+
+def test_a_p_that_does_not_count_is_believed(world: World) -> None:
+    world.prefill = lambda _: prefilled(world)
+    assert receipt_of(ask(world))["reused"] == str(len(HELD))
+
+
+@pytest.mark.parametrize("other", [[1, 2, 3], "absent"])
+def test_a_p_that_prefilled_other_tokens_is_never_believed_again(world: World, other: Any) -> None:
+    body = {"kv_transfer_params": FOR_DECODE} | ({} if other == "absent" else {"prompt_token_ids": other})
+    world.prefill = lambda _: world.answer(200, body)
+    seen = ask(world)
+    assert receipt_of(seen)["outcome"] == "decode_only"
+    assert receipt_of(seen)["reason"] == "prompt_ids_differ"
+    # P's KV is not used, not even for this turn.
+    assert seen.decode["kv_transfer_params"].get("do_remote_prefill") is False
+    kept(world)
+    assert receipt_of(ask(world))["reason"] == "prompt_ids_differ"
+    assert len(world.store) == 1
+
+
+def test_a_cold_leg_that_prefilled_other_tokens_is_not_believed_either(world: World) -> None:
+    world.prefill = lambda _: prefilled(world, [1, 2])
+    world.store.take(key_of())
+    seen = ask(world, {"model": "m", "prompt": PROMPT}, path="/v1/completions")
+    assert receipt_of(seen)["reason"] == "prompt_ids_differ"
+
+
+def test_a_cold_p_that_returns_no_ids_leaves_tokenising_to_d(world: World) -> None:
+    world.store.take(key_of())
+    world.prefill = lambda _: world.answer(200, {"kv_transfer_params": FOR_DECODE})
+    seen = ask(world)
+    assert "prompt_token_ids" not in seen.decode["kv_transfer_params"]
+    assert "prompt" not in receipt_of(seen)
+
+
+# --- what the workers are told ------------------------------------------------------------------------------------
+
+
+def test_the_client_s_headers_reach_the_prefill_leg_without_the_connection_s_own(world: World) -> None:
+    seen = ask(
+        world,
+        x_api_key="k",
+        traceparent="00-1",
+        x_kvloop_leg="mine",
+        x_envoy_retry_on="5xx",
+        connection="close",
+        accept_encoding="gzip",
+        content_length="5",
+    )
+    render, prefill = seen.calls[0], seen.calls[1]
+    assert header(prefill.headers, "x-api-key") == "k"
+    assert header(prefill.headers, "traceparent") == "00-1"
+    assert [value for name, value in prefill.headers if name == "x-kvloop-leg"] == ["prefill"]
+    assert [value for name, value in render.headers if name == "x-kvloop-leg"] == ["render"]
+    names = [name for name, _ in prefill.headers]
+    assert not {"x-envoy-retry-on", "connection", "accept-encoding", "content-length", ":path"} & set(names)
+
+
+def test_the_secret_goes_with_transfer_parameters_and_only_then(world: World) -> None:
+    world.settings = GatewaySettings(worker_secret="s3cret")
+    assert header(ask(world).forwarded.set_headers, "x-kvloop-secret") == "s3cret"
+    assert header(ask(world, CHAT | {"n": 2}).forwarded.set_headers, "x-kvloop-secret") is None
+
+
+def test_hazard_39_d_is_not_asked_for_a_compressed_answer(world: World) -> None:
+    assert ask(world).forwarded.remove_headers == ("accept-encoding",)
+    assert ask(world, CHAT | {"n": 2}).forwarded.remove_headers == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "digest_seen", "asked"),
+    [("auto", False, True), ("auto", True, False), ("token_ids", True, True), ("digest", False, False)],
+)
+def test_token_ids_are_asked_for_only_where_no_digest_comes(
+    world: World, source: Any, digest_seen: bool, asked: bool
+) -> None:
+    world.settings = GatewaySettings(sequence_source=source)
+    world.pool.digest_seen = digest_seen
+    assert ask(world).decode.get("return_token_ids", False) is asked
+
+
+def test_a_client_that_asked_for_token_ids_gets_them(world: World) -> None:
+    chunk = sse({"choices": [{"index": 0, "delta": {"content": "x"}, "token_ids": [5]}], "prompt_token_ids": PROMPT})
+    seen = ask(world, CHAT | {"return_token_ids": True}, response=world.response(chunk))
+    assert seen.client_body == chunk
+
+
+# --- capture --------------------------------------------------------------------------------------------------------
+
+
+def captured_turn(world: World) -> StoredTurn:
+    turn = world.store.take(key_of())
+    assert turn is not None
+    return turn
+
+
+def test_a_digest_is_captured_and_stripped(world: World) -> None:
+    seen = ask(world, response=world.response(final(210)))
+    assert seen.receipt.captured == "kept"
+    turn = captured_turn(world)
+    assert turn.sequence == proof.fingerprint(list(range(210)))
+    assert turn.block_size_tokens == BLOCK_SIZE
+    assert b"kvloop_digest" not in turn.handle.raw
+    assert turn.deadline == world.now + 450
+    assert world.pool.digest_seen
+    assert b"kv_transfer_params" not in seen.client_body
+    assert seen.learns == []
+
+
+def test_streamed_token_ids_are_captured_without_the_last_one(world: World) -> None:
+    chunks = sse(
+        {"choices": [{"delta": {"role": "assistant"}}], "prompt_token_ids": PROMPT},
+        {"choices": [{"delta": {"content": "a"}, "token_ids": [11, 12]}]},
+        {
+            "choices": [{"delta": {}, "finish_reason": "stop", "token_ids": [13]}],
+            "kv_transfer_params": handle_params(len(PROMPT) + 2),
+        },
+    )
+    seen = ask(world, response=world.response(chunks))
+    assert captured_turn(world).sequence == proof.fingerprint([*PROMPT, 11, 12])
+    assert not world.pool.digest_seen
+    # A stock D does not say its block size: it is asked for, once.
+    assert [learn.upstream_address for learn in seen.learns] == ["10.0.0.7:8200"]
+    world.pool.learn_block_size(ENGINE, BLOCK_SIZE)
+    assert ask(world, response=world.response(chunks)).learns == []
+
+
+def test_if_ids_were_withheld_only_the_prompt_counts(world: World) -> None:
+    """vLLM hides a hidden reasoning's token ids; counting on the rest would misplace every later token."""
+    chunks = sse(
+        {"choices": [{"delta": {"role": "assistant"}}], "prompt_token_ids": PROMPT},
+        {"choices": [{"delta": {"content": "a"}}]},
+        {
+            "choices": [{"delta": {}, "finish_reason": "stop", "token_ids": [13]}],
+            "kv_transfer_params": handle_params(len(PROMPT) + 40),
+        },
+    )
+    ask(world, response=world.response(chunks))
+    assert captured_turn(world).sequence == proof.fingerprint(PROMPT)
+
+
+@pytest.mark.parametrize("digest", [None, {"v": 2}, proof.to_json(proof.fingerprint([1, 2, 3]))])
+def test_a_handle_without_known_tokens_is_released(world: World, digest: Any) -> None:
+    params = handle_params(210, kvloop_digest=digest)
+    seen = ask(world, response=world.response(sse({"choices": [], "kv_transfer_params": params})))
+    assert seen.receipt.captured == "released"
+    assert [release.reason for release in seen.releases] == ["no_sequence"]
+
+
+def test_impossible_token_ids_prove_nothing(world: World) -> None:
+    chunks = sse(
+        {"choices": [], "prompt_token_ids": [-1, 2**40]},
+        {"choices": [], "kv_transfer_params": handle_params(2)},
+    )
+    assert ask(world, response=world.response(chunks)).receipt.captured == "released"
+
+
+def test_a_turn_without_conversation_frees_d_at_once(world: World) -> None:
+    seen = ask(world, x_conversation_id="", response=world.response(final()))
+    assert [release.reason for release in seen.releases] == ["no_conversation"]
+    assert b"kv_transfer_params" not in seen.client_body
+
+
+def test_hazard_41_a_loopback_handle_is_not_kept(world: World) -> None:
+    seen = ask(world, response=world.response(final(210, remote_host="localhost")))
+    assert seen.receipt.captured == "loopback_host"
+    assert len(world.store) == 0
+    assert seen.releases == []
+    assert b"localhost" not in seen.client_body
+
+
+def test_hazard_41_on_a_single_host_it_is(world: World) -> None:
+    world.settings = GatewaySettings(single_host=True)
+    assert ask(world, response=world.response(final(210, remote_host="127.0.0.1"))).receipt.captured == "kept"
+
+
+def test_hazard_43_a_handle_over_the_cap_is_stripped_but_not_kept(world: World) -> None:
+    world.settings = GatewaySettings(handle_max_bytes=500)
+    seen = ask(world, response=world.response(final(3000)))
+    assert seen.receipt.captured == "too_large"
+    assert b"remote_block_ids" not in seen.client_body
+    assert seen.client_body.endswith(b"data: [DONE]\n\n")
+
+
+def test_an_event_over_the_cap_ends_the_stream_with_an_error(world: World) -> None:
+    world.settings = GatewaySettings(event_max_bytes=1000)
+    with pytest.raises(EventTooLarge):
+        ask(world, response=world.response(b"data: " + b"x" * 2000))
+
+
+@pytest.mark.parametrize("changes", [{"transfer_mode": "push"}, {"remote_block_ids": []}, {"do_remote_prefill": True}])
+def test_parameters_that_are_no_handle_are_stripped_and_named(world: World, changes: dict[str, Any]) -> None:
+    seen = ask(world, response=world.response(final(210, **changes)))
+    assert seen.receipt.captured in {"push_mode", "incomplete", "not_for_prefill"}
+    assert b"kv_transfer_params" not in seen.client_body
+
+
+def test_a_newer_turn_supersedes_the_kept_one_and_releases_it(world: World) -> None:
+    events = world.request(CHAT, x_conversation_id="c1")
+    world.run([*events, *world.response(final(210))])
+    # Another branch of the conversation finishes while this one's handle is kept.
+    kept(world)
+    seen = ask(world, CHAT | {"prompt_logprobs": None}, response=world.response(final(220)))
+    assert receipt_of(seen)["outcome"] == "reused"
+    kept_now = captured_turn(world)
+    assert kept_now.handle.tokens == 220
+
+
+def test_the_fate_of_the_handle_reaches_the_access_log(world: World) -> None:
+    seen = ask(world, response=world.response(final()))
+    chunks = [answer for answer in seen.answers if isinstance(answer, ForwardChunk)]
+    assert {"captured": "kept"} in [dict(chunk.metadata) for chunk in chunks]
+    assert seen.response_headers.metadata["conversation"] == str(key_of())
+
+
+def test_whole_answers_are_captured_and_stripped(world: World) -> None:
+    whole = {"choices": [{"message": {"content": "hi"}, "token_ids": [1]}], "prompt_token_ids": PROMPT}
+    body = orjson.dumps(whole | {"kv_transfer_params": handle_params(len(PROMPT))})
+    response = world.response(body[:50], body[50:], content_type="application/json; charset=utf-8")
+    seen = ask(world, response=response)
+    assert orjson.loads(seen.client_body) == {
+        "choices": [{"message": {"content": "hi"}, "token_ids": None}],
+        "prompt_token_ids": None,
+        "kv_transfer_params": None,
+    }
+    assert seen.receipt.captured == "kept"
+
+
+@pytest.mark.parametrize(
+    "response_fields",
+    [
+        {"status": "500"},
+        {"content_type": "text/plain"},
+        {"content_encoding": "gzip"},
+    ],
+)
+def test_answers_with_nothing_to_read_are_not_watched(world: World, response_fields: dict[str, str]) -> None:
+    seen = ask(world, response=world.response(b"x", **response_fields)[:1])
+    assert seen.response_headers.watch is False
+    assert "outcome" in receipt_of(seen)
+
+
+def test_a_response_without_body_is_not_watched(world: World) -> None:
+    headers = ResponseHeaders(((":status", "200"),), end_of_stream=True, at=world.now)
+    assert ask(world, response=[headers]).response_headers.watch is False
+
+
+# --- what clients and Envoy may send ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"a":NaN}', b""])
+def test_bad_json_is_refused_in_openai_style(world: World, body: bytes) -> None:
+    seen = ask(world, body)
+    assert seen.refused.status == 400
+    assert orjson.loads(seen.refused.body)["error"]["code"] == "invalid_json"
+    assert seen.receipt.reason is Reason.CLIENT_ERROR
+
+
+def test_hazard_23_a_body_over_the_cap_is_refused(world: World) -> None:
+    world.settings = GatewaySettings(request_max_bytes=1000)
+    seen = ask(world, CHAT | {"x": "y" * 2000})
+    assert seen.refused.status == 413
+    assert orjson.loads(seen.refused.body)["error"]["message"] == "The request body is larger than 1000 bytes."
+
+
+def test_hazard_23_an_announced_oversize_is_refused_before_it_arrives(world: World) -> None:
+    world.settings = GatewaySettings(request_max_bytes=1000)
+    headers = (*(((":method", "POST"), (":path", "/v1/completions"))), ("content-length", "5000"))
+    seen = world.run([RequestHeaders(headers, end_of_stream=False, at=0)])
+    assert seen.refused.status == 413
+
+
+def test_a_compressed_request_is_refused_rather_than_passed_unread(world: World) -> None:
+    assert ask(world, content_encoding="gzip").refused.status == 415
+
+
+def test_hazard_10_forbidden_fields_are_removed_and_counted(world: World) -> None:
+    body = orjson.dumps(CHAT)[:-1] + b',"kv_transfer_params":{"remote_host":"evil"}}'
+    seen = ask(world, body)
+    assert seen.receipt.forbidden_fields_removed == 1
+    assert all(b"evil" not in call.body for call in seen.calls)
+    assert b"evil" not in (seen.forwarded.body or b"")
+    assert seen.response_headers.metadata["forbidden_fields_removed"] == 1
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/chat/completions"), ("POST", "/v1/embeddings")])
+def test_hazard_31_48_what_is_not_ours_passes_untouched(world: World, method: str, path: str) -> None:
+    events = [*world.request(b"anything", path=path, method=method), *world.response(b"abc", content_type="x/y")]
+    seen = world.run(events)
+    assert seen.forwarded == ForwardRequest(b"anything")
+    assert seen.response_headers == ForwardResponseHeaders(watch=False)
+    assert seen.client_body == b"abc"
+    assert seen.receipt.outcome is Outcome.PASSED
+
+
+def test_hazard_31_a_request_without_body_passes(world: World) -> None:
+    opening = RequestHeaders(((":method", "POST"), (":path", "/v1/completions")), end_of_stream=True, at=0)
+    seen = world.run([opening, *world.response(b"x")])
+    assert seen.forwarded == ForwardRequest(None)
+
+
+def test_request_trailers_end_a_request(world: World) -> None:
+    opening, first, last = world.request(CHAT, x_conversation_id="c1")
+    assert isinstance(last, RequestBody)
+    unfinished = RequestBody(last.data, end_of_stream=False, at=last.at)
+    seen = world.run([opening, first, unfinished, RequestTrailers(world.now), *world.response(final())])
+    assert seen.forwarded.had_trailers
+    assert receipt_of(seen)["outcome"] == "reused"
+
+
+def test_a_repeated_end_of_the_request_is_not_answered(world: World) -> None:
+    again = RequestBody(b"", end_of_stream=True, at=world.now)
+    seen = ask(world, response=[again, *world.response(final())])
+    assert [type(answer) for answer in seen.answers[:2]] == [ForwardRequest, ForwardResponseHeaders]
+
+
+def test_a_reply_by_an_earlier_filter_passes(world: World) -> None:
+    seen = world.run([*world.response(b"denied", status="403"), ResponseTrailers(world.now)])
+    assert [type(answer) for answer in seen.answers] == [
+        ForwardResponseHeaders, ForwardChunk, ForwardChunk, ForwardTrailers,
+    ]  # fmt: skip
+    assert seen.client_body == b"denied"
+
+
+def test_response_trailers_end_a_watched_response(world: World) -> None:
+    seen = ask(world, response=[*world.response(final())[:-1], ResponseTrailers(world.now)])
+    assert isinstance(seen.answers[-1], ForwardTrailers)
+
+
+@pytest.mark.parametrize("misplaced", ["request", "response", "passed", "headers"])
+def test_messages_out_of_order_abort_the_stream(world: World, misplaced: str) -> None:
+    request, response = world.request(CHAT, x_conversation_id="c1"), world.response(b"x")
+    events = {
+        "request": [request[0], response[0]],
+        "response": [*request, response[0], request[0]],
+        "passed": [response[0], request[0]],
+        "headers": [*request, response[1]],
+    }[misplaced]
+    with pytest.raises(EnvoyProtocolError):
+        world.run(events)
+
+
+# --- the client leaves ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leave_at", range(1, 12))
+def test_hazard_16_28_leaving_at_any_point_loses_no_handle_silently(world: World, leave_at: int) -> None:
+    """A taken handle is sent to P or released; one never taken stays. Nothing is stored of a half-seen turn."""
+    seen = world.run([*world.request(CHAT, x_conversation_id="c1"), *world.response(final(210))], leave_at=leave_at)
+    sent = sum("remote_engine_id" in body["kv_transfer_params"] for body in seen.leg_bodies(Leg.PREFILL))
+    released = len(seen.releases)
+    still_kept = len(world.store) - (seen.receipt.captured == "kept")
+    assert sent + released + still_kept == 1
+
+
+@pytest.mark.parametrize("cut", range(6))
+def test_hazard_28_envoy_may_close_the_stream_anywhere(world: World, cut: int) -> None:
+    events = [*world.request(CHAT, x_conversation_id="c1"), *world.response(final(210))][:cut]
+    seen = world.run([*events, Ended(world.now)])
+    assert not any(isinstance(answer, Refuse) for answer in seen.answers)
+
+
+@given(cuts=st.lists(st.integers(0, 400), max_size=8), pieces=st.lists(st.integers(0, 4000), max_size=8))
+def test_cutting_request_and_response_differently_changes_nothing(cuts: list[int], pieces: list[int]) -> None:
+    def run(body_cuts: list[int], response_cuts: list[int]) -> tuple[bytes, bytes | None, Any]:
+        world = World(prefill=lambda _: prefilled(world, remote_prefill_cached_tokens=200))
+        world.render = lambda _: world.answer(200, {"token_ids": PROMPT})
+        kept(world)
+        opening = world.request(CHAT, x_conversation_id="c1")[0]
+        request = [RequestBody(p, end_of_stream=False, at=0) for p in split(orjson.dumps(CHAT), body_cuts)]
+        response = [ResponseBody(p, end_of_stream=False, at=0) for p in split(final(210), response_cuts)]
+        headers, end = world.response()[0], world.response()[-1]
+        request_end = RequestBody(b"", end_of_stream=True, at=0)
+        seen = world.run([opening, *request, request_end, headers, *response, end])
+        return seen.client_body, seen.forwarded.body, captured_turn(world).handle.raw
+
+    assert run(cuts, pieces) == run([], [])
+
+
+def split(text: bytes, cuts: list[int]) -> list[bytes]:
+    at = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(at)]
