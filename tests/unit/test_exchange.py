@@ -10,6 +10,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from world import BLOCK_SIZE, ENGINE, FOR_DECODE, Seen, World, handle_params, receipt_of, sse
 
 from extproc import proof
 from extproc.errors import EnvoyProtocolError
@@ -37,7 +38,6 @@ from extproc.receipt import Outcome, Reason
 from extproc.settings import GatewaySettings
 from extproc.sse import EventTooLarge
 from extproc.store import StoredTurn
-from world import BLOCK_SIZE, ENGINE, FOR_DECODE, Seen, World, handle_params, receipt_of, sse
 
 HELD = list(range(200))
 PROMPT = [*HELD, 900, 901]

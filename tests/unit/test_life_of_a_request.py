@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import orjson
+from world import BLOCK_SIZE, FOR_DECODE, World, handle_params, receipt_of, sse
 
 from extproc.events import Call, Leg, LegResult
-from world import BLOCK_SIZE, FOR_DECODE, World, handle_params, receipt_of, sse
 
 QUESTION = [{"role": "user", "content": "How deep is the lake?"}]
 FOLLOW_UP = [*QUESTION, {"role": "assistant", "content": "Forty metres."}, {"role": "user", "content": "And wide?"}]
