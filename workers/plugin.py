@@ -1,0 +1,56 @@
+"""The vLLM plugin: small changes to a running worker, each switched by an environment variable.
+
+vLLM calls ``register`` in the API server, the engine and every worker process (entry point ``vllm.general_plugins``).
+
+=============================  =========  ==============================================================================
+variable                       default    what it does
+=============================  =========  ==============================================================================
+KVLOOP_PLUGIN_STREAM_HANDLE    ``auto``   puts ``kv_transfer_params`` on the finish chunk of streams (``plugin_stream``);
+                                          ``auto``: only where vLLM does not do so itself (before 0.33); ``0``: never
+KVLOOP_PLUGIN_DIGEST           ``1``      adds ``kvloop_digest`` to the handles of decode workers (``plugin_digest``)
+KVLOOP_PLUGIN_CALM_NIXL        ``0``      microseconds NIXL's progress thread sleeps between polls (``plugin_nixl``);
+                                          0 keeps NIXL's own: none, a whole core per worker
+KVLOOP_WORKER_SECRET           unset      the guard's secret (``guard``), installed with vLLM's ``--middleware``
+=============================  =========  ==============================================================================
+
+The defaults touch nothing on a worker that takes no part in KV transfer. A change that does not fit the running vLLM is
+left out with one log line: an unpatched worker is slower, a crashed one is an outage.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Final
+
+from workers import guard, plugin_digest, plugin_nixl, plugin_stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# vLLM configures the "vllm" logger and its children only.
+log: Final = logging.getLogger("vllm.plugins.kvloop")
+
+
+def register() -> None:
+    """Apply every part that is switched on. Never raises; may be called again in the same process."""
+    stream = os.environ.get("KVLOOP_PLUGIN_STREAM_HANDLE", "auto")
+    if stream != "0":
+        _apply("KVLOOP_PLUGIN_STREAM_HANDLE", lambda: plugin_stream.install(force=stream != "auto"))
+    if os.environ.get("KVLOOP_PLUGIN_DIGEST", "1") != "0":
+        _apply("KVLOOP_PLUGIN_DIGEST", plugin_digest.install)
+    if (delay := os.environ.get("KVLOOP_PLUGIN_CALM_NIXL", "0")) != "0":
+        _apply("KVLOOP_PLUGIN_CALM_NIXL", lambda: plugin_nixl.install(int(delay)))
+    if os.environ.get(guard.SECRET_VARIABLE) and not any("workers.guard" in word for word in sys.argv):
+        log.debug(
+            "%s is set: the guard acts only with --middleware workers.guard.SecretGuard",
+            guard.SECRET_VARIABLE,
+        )
+
+
+def _apply(part: str, install: Callable[[], str]) -> None:
+    try:
+        log.info("kvloop plugin: %s", install())
+    except Exception as error:  # noqa: BLE001 (whatever another vLLM version makes of our assumptions)
+        log.warning("kvloop plugin: %s does not fit this vLLM and is off: %r", part, error)
