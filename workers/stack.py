@@ -72,6 +72,9 @@ EXTPROC_GRACE_SECONDS: Final = 20.0
 START_TIMEOUT_SECONDS: Final = 300.0
 REQUEST_TIMEOUT_SECONDS: Final = 120.0
 PROBE_TIMEOUT_SECONDS: Final = 2.0
+ENVOY_TIMEOUT_SECONDS: Final = 60.0
+"""For Envoy's health checks to see a change; they run every second and need up to three in a row."""
+
 KV_CACHE_USAGE: Final = "vllm:kv_cache_usage_perc"
 
 WARM_UP_TEXT: Final = "The quick brown fox jumps over the lazy dog, then sits down and thinks about it. " * 20
@@ -200,6 +203,7 @@ class Stack:
         """Restart ext_proc (in order, so it drains) with ``env`` on top of its usual settings, for this start only."""
         component = self._components["extproc"]
         component.stop()
+        self._wait_until_missed("extproc")
         component.env = {**self._extproc_environment(), **(env or {})}
         component.start()
         self._wait_for("extproc")
@@ -209,6 +213,7 @@ class Stack:
         """Restart P or D on its old ports; ``changes`` are ``worker_command`` arguments for this start only."""
         component = self._components[role]
         component.stop()
+        self._wait_until_missed(role)
         component.argv, component.env = self._worker(role, changes)
         component.start()
         self._wait_for(role)
@@ -241,11 +246,11 @@ class Stack:
     def wait_until_routable(self) -> None:
         """Wait until Envoy holds every upstream for healthy: its health checks lag behind the workers' own word."""
         probes = {"envoy": (self._components["envoy"], self._every_upstream_healthy)}
-        wait_until_ready(probes, timeout_seconds=60.0, progress=lambda _: None)
+        wait_until_ready(probes, timeout_seconds=ENVOY_TIMEOUT_SECONDS, progress=lambda _: None)
 
     def warm_up(self) -> None:
         """Play a short conversation of two turns, so that handshakes and first uses are not measured later."""
-        self._progress(Progress("stack", "warming up: first requests, NIXL handshakes both ways", 0.0))
+        self._progress(Progress("warm-up", "first requests and NIXL handshakes both ways", 0.0))
         name = f"warm-up-{secrets.token_hex(4)}"
         messages = [{"role": "user", "content": WARM_UP_TEXT}]
         answer = self._warm_up_turn(name, messages)
@@ -294,14 +299,31 @@ class Stack:
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def _every_upstream_healthy(self) -> bool:
+        health = self._upstream_health()
+        return bool(health) and all(health.values())
+
+    def _wait_until_missed(self, role: Role) -> None:
+        """Wait until Envoy knows that a part is gone.
+
+        Started again sooner, it would still pass for healthy, and fall out just when the next request comes.
+        """
+        port = {"prefill": self.ports.prefill, "decode": self.ports.decode}.get(role, self.ports.extproc)
+        probes = {"envoy": (self._components["envoy"], lambda: not self._upstream_health().get(port, True))}
+        wait_until_ready(probes, timeout_seconds=ENVOY_TIMEOUT_SECONDS, progress=lambda _: None)
+
+    def _upstream_health(self) -> dict[int, bool]:
+        """Return, by port, whether Envoy holds an upstream for healthy; empty while Envoy does not answer."""
         try:
             status, body = self._get(self.url("envoy"), "/clusters?format=json")
         except OSError:
-            return False
+            return {}
         clusters = json.loads(body)["cluster_statuses"] if status == http.client.OK else []
-        hosts = [host for cluster in clusters for host in cluster.get("host_statuses", [])]
-        # A host in good health has its EDS status alone; every failed check adds a member.
-        return bool(hosts) and all(set(host["health_status"]) <= {"eds_health_status"} for host in hosts)
+        return {
+            # A host in good health has its EDS status alone; every failed check adds a member.
+            host["address"]["socket_address"]["port_value"]: set(host["health_status"]) <= {"eds_health_status"}
+            for cluster in clusters
+            for host in cluster.get("host_statuses", [])
+        }
 
     def _answers(self, base_url: str, path: str) -> bool:
         try:

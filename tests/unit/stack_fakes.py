@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -73,13 +74,25 @@ def leave_grandchildren(directory: Path) -> None:
     record(directory, int(orphan.stdout))
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 class Answers(http.server.BaseHTTPRequestHandler):
     """Whatever any part of a stack is asked while it starts and warms up."""
 
     def do_GET(self) -> None:
         if self.path.startswith("/clusters"):
-            host = {"health_status": {"eds_health_status": "HEALTHY"}}
-            self.answer(json.dumps({"cluster_statuses": [{"host_statuses": [host]}]}))
+            hosts = [
+                {
+                    "address": {"socket_address": {"port_value": port}},
+                    "health_status": {"eds_health_status": "HEALTHY"}
+                    | ({} if listens(port) else {"failed_active_health_check": True}),
+                }
+                for port in json.loads(Path("upstreams.json").read_text())
+            ]
+            self.answer(json.dumps({"cluster_statuses": [{"host_statuses": hosts}, {"name": "empty"}]}))
         else:
             self.answer(METRICS if self.path == "/metrics" else "{}")
 

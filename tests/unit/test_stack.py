@@ -39,6 +39,8 @@ class FakeStack(Stack):
         if role == "extproc":
             component.argv = fake(self.options.run_directory, str(self.ports.extproc_admin), str(self.ports.extproc))
         if role == "envoy":
+            upstreams = [self.ports.prefill, self.ports.decode, self.ports.extproc]
+            (self.options.run_directory / "upstreams.json").write_text(json.dumps(upstreams))
             component.argv = fake(self.options.run_directory, f"{self.ports.envoy_admin},{self.ports.envoy}")
         return component
 

@@ -131,14 +131,23 @@ def judge(table: Sequence[TurnRow]) -> Verdict:
     )
 
 
-def as_json(table: Sequence[TurnRow], verdict: Verdict, machine: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Build the ``--json`` document. ``turns`` holds the numbers of the printed table."""
-    return {
-        "turns": [asdict(row) for row in table],
-        "passed": not verdict.complaints,
-        "complaints": list(verdict.complaints),
-        "whole_sequence_reused": verdict.whole_sequence_reused,
-        "last_ttft_ratio": verdict.last_ttft_ratio,
-        "run": run,
-        "machine": machine,
-    }
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Everything the demo found out. ``run`` says how it was played, ``machine`` where."""
+
+    rows: list[TurnRow]
+    verdict: Verdict
+    run: dict[str, Any]
+    machine: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """Build the ``--json`` document. ``turns`` holds the numbers of the printed table."""
+        return {
+            "turns": [asdict(row) for row in self.rows],
+            "passed": not self.verdict.complaints,
+            "complaints": list(self.verdict.complaints),
+            "whole_sequence_reused": self.verdict.whole_sequence_reused,
+            "last_ttft_ratio": self.verdict.last_ttft_ratio,
+            "run": self.run,
+            "machine": self.machine,
+        }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 ANSWER_TOKENS: Final = 64
 """At most, per turn: enough to see that the texts are the same, and soon over."""
 
-FREE_CONTEXT_TOKENS: Final = 256
-"""What the questions and the chat template take, besides the document and the answers."""
+QUESTION_TOKENS: Final = 64
+"""Generously, what a question and the chat template around it take."""
 
 COLD_EXPLANATION: Final = (
     "The prefill worker runs without prefix caching: it stands for a worker whose cache has evicted this conversation,"
@@ -82,43 +83,52 @@ def _run_stack(args: argparse.Namespace, options: StackOptions, screen: Screen) 
             f"  prefill worker on core {_cores(stack, 'prefill')}, decode worker on core {_cores(stack, 'decode')},"
             f" Envoy on {stack.base_url}"
         )
-        pasted = document(args.document_tokens, lambda text: len(_tokens(stack, text)))
-        _check_context(stack, pasted, args)
-        rows, read_tokens = _play_both(stack, args, pasted, screen)
-        verdict = report.judge(rows)
-        screen.__exit__(None, None, None)
-        _show(screen, rows, verdict, read_tokens=read_tokens, prefill_cache=args.prefill_cache == "on")
-        _write(args, rows, verdict, about, options, read_tokens, screen)
+        result = _play_both(stack, args, about, screen)
+        screen.quieten()
+        _show(result, screen)
+        _write(args, result, screen)
         if args.keep:
-            _wait_for_interrupt(stack, options, screen)
-    return verdict.exit_code
+            _wait_for_interrupt(stack, screen)
+    return result.verdict.exit_code
 
 
-def _play_both(stack: Stack, args: argparse.Namespace, pasted: str, screen: Screen) -> tuple[list[report.TurnRow], int]:
-    """Play with reuse off, then on. Returns the rows and how many tokens P says it read from elsewhere meanwhile."""
-    screen.say(f"Playing {args.turns} turns about a document, streamed, temperature 0, reuse off:")
+def _play_both(stack: Stack, args: argparse.Namespace, about: dict[str, Any], screen: Screen) -> report.Result:
+    """Play the chat with reuse off, then on."""
+    pasted = document(args.document_tokens, lambda text: _count_tokens(stack, text))
+    document_tokens = _count_tokens(stack, pasted)
+    _check_context(stack, document_tokens, args.turns)
+    screen.say(f"{args.turns} turns about a document of {document_tokens:,} tokens, temperature 0, reuse off:")
     stack.restart_extproc({"KVLOOP_REUSE": "false"})
-    off = _play_one(stack, args, pasted, "off", screen)
+    off = _play_one(stack, args.turns, pasted, "off", screen)
     screen.say("The same chat with reuse on:")
     stack.restart_extproc()
     before = _tokens_read(stack)
-    on = _play_one(stack, args, pasted, "on", screen)
-    return report.rows(off, on), _tokens_read(stack) - before
+    on = _play_one(stack, args.turns, pasted, "on", screen)
+    rows = report.rows(off, on)
+    run_facts = {
+        "model": stack.options.served_model_name,
+        "prefill_cache": args.prefill_cache,
+        "return": args.return_mode,
+        "document_tokens": document_tokens,
+        "answer_tokens_limit": ANSWER_TOKENS,
+        "tokens_read_by_prefill_worker": _tokens_read(stack) - before,
+    }
+    return report.Result(rows, report.judge(rows), run_facts, about)
 
 
-def _play_one(stack: Stack, args: argparse.Namespace, pasted: str, label: str, screen: Screen) -> list[Turn]:
-    played: list[Turn] = []
-    turns = play(
+def _play_one(stack: Stack, turns: int, pasted: str, label: str, screen: Screen) -> list[Turn]:
+    conversation = play(
         stack.base_url,
         stack.options.served_model_name,
         pasted,
-        turns=args.turns,
+        turns=turns,
         name=f"demo-{label}-{time.time_ns():x}",
         max_tokens=ANSWER_TOKENS,
     )
-    for number in range(1, args.turns + 1):
-        screen.waiting(f"reuse {label}, turn {number} of {args.turns}")
-        played.append(next(turns))
+    played: list[Turn] = []
+    for number in range(1, turns + 1):
+        screen.waiting(f"reuse {label}, turn {number} of {turns}")
+        played.append(next(conversation))
         screen.played(label, number, played[-1])
         stack.check()
     return played
@@ -129,19 +139,18 @@ def _tokens_read(stack: Stack) -> int:
     return int(stack.metrics("prefill").get("vllm:external_prefix_cache_hits_total", 0))
 
 
-def _tokens(stack: Stack, text: str) -> list[int]:
+def _count_tokens(stack: Stack, text: str) -> int:
     body = {"model": stack.options.served_model_name, "prompt": text, "add_special_tokens": False}
     answer = stack.request("POST", stack.url("prefill"), "/tokenize", body=body)
     if answer.status != http.client.OK:
-        raise StackError(f"The prefill worker could not tokenise the document: {answer.text[:300]}")
-    tokens: list[int] = json.loads(answer.text)["tokens"]
-    return tokens
+        raise StackError(f"the prefill worker could not tokenise the document: {answer.text[:300]}")
+    return int(json.loads(answer.text)["count"])
 
 
-def _check_context(stack: Stack, pasted: str, args: argparse.Namespace) -> None:
+def _check_context(stack: Stack, document_tokens: int, turns: int) -> None:
     models = stack.request("GET", stack.url("prefill"), "/v1/models")
     limit = json.loads(models.text)["data"][0]["max_model_len"]
-    needed = len(_tokens(stack, pasted)) + args.turns * ANSWER_TOKENS + FREE_CONTEXT_TOKENS
+    needed = document_tokens + turns * (ANSWER_TOKENS + QUESTION_TOKENS)
     if needed > limit:
         raise StackError(
             f"the chat needs about {needed:,} tokens of context, the model has {limit:,}."
@@ -149,59 +158,42 @@ def _check_context(stack: Stack, pasted: str, args: argparse.Namespace) -> None:
         )
 
 
-def _show(
-    screen: Screen, rows: list[report.TurnRow], verdict: report.Verdict, *, read_tokens: int, prefill_cache: bool
-) -> None:
+def _show(result: report.Result, screen: Screen) -> None:
     screen.say()
-    screen.table(rows)
+    screen.table(result.rows)
     screen.say("\nReceipts (response header x-kvloop-receipt):")
-    screen.receipts(rows)
+    screen.receipts(result.rows)
     screen.say("\nQuestions, and the answers given with reuse on:")
-    screen.answers(rows)
-    screen.say(f"\n{WARM_EXPLANATION if prefill_cache else COLD_EXPLANATION}")
-    screen.say(f"By the prefill worker's own counter it read {read_tokens:,} tokens back from the decode worker.")
-    changes = [row.largest_logprob_change for row in rows if row.largest_logprob_change is not None]
+    screen.answers(result.rows)
+    screen.say(f"\n{WARM_EXPLANATION if result.run['prefill_cache'] == 'on' else COLD_EXPLANATION}")
+    read = result.run["tokens_read_by_prefill_worker"]
+    screen.say(f"By the prefill worker's own counter it read {read:,} tokens back from the decode worker.")
+    changes = [row.largest_logprob_change for row in result.rows if row.largest_logprob_change is not None]
     if changes:
         screen.say(f"Largest change of a chosen token's log-probability between the runs: {max(changes):.4f}.")
     screen.say()
-    screen.verdict(verdict)
+    screen.verdict(result.verdict)
 
 
-def _write(
-    args: argparse.Namespace,
-    rows: list[report.TurnRow],
-    verdict: report.Verdict,
-    about: dict[str, Any],
-    options: StackOptions,
-    read_tokens: int,
-    screen: Screen,
-) -> None:
+def _write(args: argparse.Namespace, result: report.Result, screen: Screen) -> None:
     if args.json:
-        run_facts = {
-            "model": options.served_model_name,
-            "prefill_cache": args.prefill_cache,
-            "return": args.return_mode,
-            "document_tokens": args.document_tokens,
-            "answer_tokens": ANSWER_TOKENS,
-            "tokens_read_by_prefill_worker": read_tokens,
-        }
-        args.json.write_text(json.dumps(report.as_json(rows, verdict, about, run_facts), indent=1) + "\n")
+        args.json.write_text(json.dumps(result.as_json(), indent=1) + "\n")
         screen.say(f"Numbers: {args.json}")
-    cache = "with" if args.prefill_cache == "on" else "without"
+    cache = "with" if result.run["prefill_cache"] == "on" else "without"
     chart.draw(
-        rows,
+        result.rows,
         title="Time to first token of a growing chat, prefill and decode on separate vLLM workers",
-        footnote=f"{options.served_model_name}, P {cache} prefix caching, streamed through Envoy, temperature 0,"
-        f" texts {'equal' if verdict.texts_equal else 'not all equal'}.\n{machine.summary(about)}.",
+        footnote=f"{result.run['model']}, P {cache} prefix caching, streamed through Envoy, temperature 0,"
+        f" texts {'equal' if result.verdict.texts_equal else 'not all equal'}.\n{machine.summary(result.machine)}.",
         path=args.chart,
     )
     screen.say(f"Chart: {args.chart}")
 
 
-def _wait_for_interrupt(stack: Stack, options: StackOptions, screen: Screen) -> None:
+def _wait_for_interrupt(stack: Stack, screen: Screen) -> None:
     body = json.dumps(
         {
-            "model": options.served_model_name,
+            "model": stack.options.served_model_name,
             "messages": [{"role": "user", "content": "Say something about lighthouses."}],
             "max_tokens": 40,
             "stream": True,
@@ -211,7 +203,7 @@ def _wait_for_interrupt(stack: Stack, options: StackOptions, screen: Screen) -> 
         "\nEverything keeps running. Try, in another terminal (repeat it with the answer and a next question appended):\n"
         f"\n  curl -isN {stack.base_url}/v1/chat/completions -H 'content-type: application/json' \\\n"
         f"    -H '{CONVERSATION_HEADER}: mine' -d '{body}'\n"
-        f"\nLogs, Envoy's access log and configuration: {options.run_directory}\nCtrl-C stops it."
+        f"\nLogs, Envoy's access log and configuration: {stack.options.run_directory}\nCtrl-C stops it."
     )
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -224,9 +216,11 @@ def _prepare_model(directory: Path, screen: Screen) -> Path:
     """Prepare the model in a process of its own: what torch takes to do it is given back before the workers start."""
     if (directory / "config.json").is_file():
         return directory
-    screen.say(f"Preparing {directory.name} (once, about 20 s) in {directory}")
+    screen.say(f"The model goes to {directory}.")
     script = "import sys; from workers.models import prepare_smollm2; prepare_smollm2(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", script, str(directory)], check=False)  # noqa: S603 - our own code
+    done = subprocess.run(  # noqa: S603 - our own code
+        [sys.executable, "-c", script, str(directory)], check=False, env={**os.environ, "TQDM_DISABLE": "1"}
+    )
     if done.returncode != 0:
         raise StackError(f"{directory.name} could not be prepared, see above. What to do: run `make setup` again.")
     return directory

@@ -43,6 +43,10 @@ class Screen:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.quieten()
+
+    def quieten(self) -> None:
+        """Take the live line away."""
         self._status.stop()
 
     def say(self, text: str = "", style: str | None = None) -> None:
@@ -57,11 +61,11 @@ class Screen:
         if changed and step.state == READY:
             self.say(f"  {step.component}: ready after {step.seconds:.0f} s")
         elif not self.console.is_terminal and (changed or overdue):
-            self.say(f"  {step.component}: {step.state} … {step.seconds:.0f} s")
+            self.say(f"  {_standing(step)}")
         if changed or overdue or self.console.is_terminal:
             self._told[step.component] = step
         waiting = [each for each in self._told.values() if each.state != READY]
-        self._status.update("   ".join(f"{each.component}: {each.state} … {each.seconds:.0f} s" for each in waiting))
+        self._status.update("   ".join(map(_standing, waiting)))
 
     def waiting(self, text: str) -> None:
         """Show what is being waited for: live on a terminal, else as a line of its own."""
@@ -112,6 +116,10 @@ class Screen:
         """Print what the numbers amount to."""
         for line in verdict.lines():
             self.say(line, style="bold" if verdict.exit_code == 0 else "bold red")
+
+
+def _standing(step: Progress) -> str:
+    return f"{step.component}: {step.state} …" + (f" {step.seconds:.0f} s" if step.seconds >= 1 else "")
 
 
 def _equality(row: TurnRow) -> str:
