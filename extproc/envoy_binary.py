@@ -14,6 +14,8 @@ from extproc.errors import ConfigError
 VALIDATION_TIMEOUT_SECONDS: Final = 60.0
 """Resolving names and a cold page cache included; the check itself takes well under a second."""
 
+COMPLAINT_MAX_CHARACTERS: Final = 1000
+
 LOG_PREFIX: Final = re.compile(r"^\[[^\]]*\]\[\d+\]\[critical\]\[[^\]]*\] (?:\[[^\]]*\] )?", re.MULTILINE)
 
 
@@ -63,5 +65,9 @@ def validate(config: Path | str) -> None:
 
 
 def _complaint(output: str) -> str:
-    """Return Envoy's own words as one line, without its log prefix."""
-    return " ".join(LOG_PREFIX.sub("", output).split()) or "Envoy refused it without a word"
+    """Return Envoy's own words as one line, without its log prefix and without the configuration it may recite."""
+    words = " ".join(LOG_PREFIX.sub("", output).split())
+    if len(words) > COMPLAINT_MAX_CHARACTERS:
+        half = COMPLAINT_MAX_CHARACTERS // 2
+        words = f"{words[:half]} ... {words[-half:]}"
+    return words or "Envoy refused it without a word"

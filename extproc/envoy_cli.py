@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         return _render(args) if args.envoy_command == "render" else _validate(args)
     except (ConfigError, OSError) as error:
-        print(f"kvloop envoy {args.envoy_command}: {error}", file=sys.stderr)  # noqa: T201 - a command speaks
+        print(f"kvloop envoy {args.envoy_command}: {error}", file=sys.stderr)
         return 2
 
 
@@ -57,7 +57,7 @@ def _validate(args: argparse.Namespace) -> int:
         raise ConfigError(f"no such file: {args.file}")
     else:
         validate(args.file)
-    print("Envoy accepts the configuration.")  # noqa: T201 - a command speaks
+    print("Envoy accepts the configuration.")
     return 0
 
 

@@ -34,6 +34,7 @@ from envoy_data_plane.envoy.extensions.filters.http.header_mutation import v3 as
 from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early
+from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request import v3 as least_request
 from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections import v3 as downstream
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts import v3 as previous_hosts
 from envoy_data_plane.envoy.extensions.upstreams.http import v3 as upstream_http
@@ -101,7 +102,7 @@ def _as_spelt(field: str) -> str:
 def bootstrap(settings: EnvoySettings) -> boot.Bootstrap:
     """Return the whole bootstrap: two listeners, three clusters, a private admin interface, one overload limit."""
     return boot.Bootstrap(
-        admin=boot.Admin(address=_bind_address(settings.admin_listen)),
+        admin=boot.Admin(address=_bind_address(settings.admin_listen), ignore_global_conn_limit=True),
         static_resources=boot.BootstrapStaticResources(
             listeners=[_main_listener(settings), _prefill_listener(settings)],
             clusters=[_ext_proc_cluster(settings), _prefill_cluster(settings), _decode_cluster(settings)],
@@ -211,8 +212,8 @@ def _with_common_options(manager: hcm.HttpConnectionManager, settings: EnvoySett
     manager.stream_idle_timeout = timedelta(seconds=settings.stream_idle_timeout_seconds)
     manager.common_http_protocol_options = core.HttpProtocolOptions(
         idle_timeout=timedelta(hours=1),
-        # Spelt out: some agents name their session header with an underscore, and ASGI servers keep such names apart
-        # from their dashed twins, so nothing can be smuggled by them.
+        # Some agents name their session header with an underscore. ASGI servers keep such names apart from their
+        # dashed twins, so nothing can be smuggled by them.
         headers_with_underscores_action=core.HttpProtocolOptionsHeadersWithUnderscoresAction.ALLOW,
     )
     manager.http2_protocol_options = core.Http2ProtocolOptions(
@@ -325,8 +326,8 @@ def _ext_proc_filter() -> ext_proc.ExternalProcessor:
         grpc_service=core.GrpcService(
             envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=EXT_PROC_CLUSTER),
             initial_metadata=[core.HeaderValue(key=headers.ROLE, value="gateway")],
-            # A retry replays our messages to another replica. That cannot use a handle twice: the replica that died
-            # took it out of the store, the next one finds none and goes cold.
+            # A retry replays the request to another replica, if it fits Envoy's 64 KiB replay buffer. That cannot use a
+            # handle twice: the replica that died took it out of the store, the next one finds none and goes cold.
             retry_policy=core.RetryPolicy(
                 retry_on="connect-failure,reset,unavailable",
                 num_retries=2,
@@ -349,7 +350,7 @@ def _ext_proc_filter() -> ext_proc.ExternalProcessor:
         allow_mode_override=True,
         route_cache_action=ext_proc.ExternalProcessorRouteCacheAction.RETAIN,
         message_timeout=timedelta(seconds=5),
-        # Closed on purpose, and written out: an unwatched request could carry a client's own kv_transfer_params.
+        # Closed on purpose: an unwatched request could carry a client's own kv_transfer_params.
         failure_mode_allow=False,
         status_on_error=http_type.HttpStatus(code=http_type.StatusCode.ServiceUnavailable),
         metadata_options=ext_proc.MetadataOptions(
@@ -366,7 +367,7 @@ def _ext_proc_filter() -> ext_proc.ExternalProcessor:
 def _ext_proc_cluster(settings: EnvoySettings) -> cluster.Cluster:
     """Reach the ext_proc replicas: gRPC, and no more than a second behind their health."""
     built = _cluster(EXT_PROC_CLUSTER, settings.extproc)
-    built.lb_policy = cluster.ClusterLbPolicy.LEAST_REQUEST
+    built.load_balancing_policy = _least_request()
     built.health_checks = [
         core.HealthCheck(
             interval=timedelta(seconds=1),
@@ -395,19 +396,37 @@ def _ext_proc_cluster(settings: EnvoySettings) -> cluster.Cluster:
 
 def _prefill_cluster(settings: EnvoySettings) -> cluster.Cluster:
     built = _worker_cluster(PREFILL_CLUSTER, settings.prefill, settings)
-    built.lb_policy = cluster.ClusterLbPolicy.LEAST_REQUEST
+    built.load_balancing_policy = _least_request()
     return built
+
+
+def _least_request() -> cluster.LoadBalancingPolicy:
+    """Choose the least busy of all.
+
+    Envoy's default compares two hosts drawn at random, which in a pool of two takes the busier one every fourth time.
+    """
+    policy = least_request.LeastRequest(selection_method=least_request.LeastRequestSelectionMethod.FULL_SCAN)
+    return cluster.LoadBalancingPolicy(
+        policies=[
+            cluster.LoadBalancingPolicyPolicy(
+                typed_extension_config=core.TypedExtensionConfig(
+                    name="envoy.load_balancing_policies.least_request", typed_config=Packed.pack(policy)
+                )
+            )
+        ]
+    )
 
 
 def _decode_cluster(settings: EnvoySettings) -> cluster.Cluster:
     built = _worker_cluster(DECODE_CLUSTER, settings.decode, settings)
     built.lb_policy = cluster.ClusterLbPolicy.MAGLEV
-    if built.common_lb_config is not None:
-        built.common_lb_config.consistent_hashing_lb_config = cluster.ClusterCommonLbConfigConsistentHashingLbConfig(
+    built.common_lb_config = _common_lb_config(
+        cluster.ClusterCommonLbConfigConsistentHashingLbConfig(
             # By address: all pods behind one headless Service share a hostname.
             use_hostname_for_hashing=False,
             hash_balance_factor=settings.hash_balance_factor,
         )
+    )
     return built
 
 
@@ -452,6 +471,8 @@ def _outlier_detection() -> cluster.OutlierDetection:
         enforcing_failure_percentage=0,
         max_ejection_percent=50,
         always_eject_one_host=False,
+        # A worker can pass /health and still drop requests: its time out is served in full.
+        successful_active_health_check_uneject_host=False,
     )
 
 
@@ -463,6 +484,10 @@ def _cluster(name: str, addresses: Sequence[str]) -> cluster.Cluster:
         name=name,
         type=kind,
         connect_timeout=timedelta(seconds=1),
+        # Envoy prefers IPv6, and would ask [::1] for "localhost" although the worker listens on 127.0.0.1.
+        dns_lookup_family=cluster.ClusterDnsLookupFamily.V4_PREFERRED,
+        # A worker that left the name is leaving: it finishes what it has and gets nothing new.
+        ignore_health_on_host_removal=True,
         per_connection_buffer_limit_bytes=STREAM_BUFFER_BYTES,
         load_assignment=endpoint.ClusterLoadAssignment(
             cluster_name=name,
@@ -485,13 +510,24 @@ def _cluster(name: str, addresses: Sequence[str]) -> cluster.Cluster:
                 )
             ]
         ),
-        # No panic: when most of a pool is down, the healthy rest serves; dead hosts are not tried instead.
-        common_lb_config=cluster.ClusterCommonLbConfig(healthy_panic_threshold=http_type.Percent(value=0.0)),
+        common_lb_config=_common_lb_config(),
         # Finds a peer that vanished without a FIN in about 45 s. HTTP/2 pings would do the same, but a gRPC server
         # takes pings on a quiet connection for abuse and closes it, held requests included.
         upstream_connection_options=cluster.UpstreamConnectionOptions(
             tcp_keepalive=core.TcpKeepalive(keepalive_time=30, keepalive_interval=5, keepalive_probes=3)
         ),
+    )
+
+
+def _common_lb_config(
+    hashing: cluster.ClusterCommonLbConfigConsistentHashingLbConfig | None = None,
+) -> cluster.ClusterCommonLbConfig:
+    return cluster.ClusterCommonLbConfig(
+        # No panic: when most of a pool is down, the healthy rest serves; dead hosts are not tried instead.
+        healthy_panic_threshold=http_type.Percent(value=0.0),
+        # At once, not up to a second later: nothing is retried, so each request to a dead host is lost.
+        update_merge_window=NO_LIMIT,
+        consistent_hashing_lb_config=hashing,
     )
 
 

