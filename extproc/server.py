@@ -73,8 +73,11 @@ class Gateway:
             self._abandon(run)
             raise
         except (EnvoyProtocolError, EventTooLarge, ResponseTooLarge) as error:
-            self._abandon(run)
             log.warning("stream_aborted", error=type(error).__name__, detail=str(error))
+            await context.abort(grpc.StatusCode.INTERNAL, type(error).__name__)
+        except Exception as error:
+            self._abandon(run)
+            log.exception("stream_failed")
             await context.abort(grpc.StatusCode.INTERNAL, type(error).__name__)
         finally:
             self._finish(exchange)

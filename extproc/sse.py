@@ -64,15 +64,18 @@ def event_data(event: bytes) -> bytes:
 
 
 def replace_data(event: bytes, data: bytes) -> bytes:
-    """Return the event with other data; every other line, and the line ends, stay as they were."""
+    """Return the event with other data; every other line, and how lines begin and end, stay as they were."""
     out: list[bytes] = []
-    pending = [b"data: " + line for line in data.split(b"\n")]
+    pending = data.split(b"\n")
     for match in _LINE.finditer(event):
         line, line_end = match.groups()
-        if _data_value(line) is None:
+        value = _data_value(line)
+        if value is None:
             out += (line, line_end)
         elif pending:
-            out.append((line_end or b"\n").join(pending) + line_end)
+            begin = line[: len(line) - len(value)]
+            joint = (line_end or b"\n") + begin.removeprefix(_BYTE_ORDER_MARK)
+            out += (begin, joint.join(pending), line_end)
             pending = []
     return b"".join(out)
 
