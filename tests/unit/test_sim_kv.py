@@ -40,9 +40,7 @@ class TwoPools(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.oracle = Oracle()
-        self.pools = [
-            BlockPool(block_count=BLOCK_COUNT, block_size=BLOCK_SIZE, prefix_caching=False) for _ in range(2)
-        ]
+        self.pools = [BlockPool(block_count=BLOCK_COUNT, block_size=BLOCK_SIZE, prefix_caching=False) for _ in range(2)]
         self.slots = [[[0] * BLOCK_SIZE for _ in range(BLOCK_COUNT + 1)] for _ in range(2)]
         self.sequences: list[tuple[int, SequenceKV, list[int]]] = []
         self.tuple_of: dict[bytes, tuple[int, ...]] = {}

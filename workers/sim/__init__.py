@@ -6,7 +6,12 @@ what lies there now; the text a worker generates is a function of the KV it real
 different text, and the worker also counts the turn.
 
 Read the modules in this order: ``kv`` (what lies in one block) → ``blocks`` (the pool: allocation, prefix cache) →
-``engine`` (requests, reads, retained blocks, the handle) → ``text`` (tokenizer, chat template, the "model") →
-``openai_api`` (requests in, vLLM's exact bytes out) → ``faults`` → ``worker`` (the HTTP shell) → ``fleet`` (several
-workers in one process) → ``cli``. The first five are pure: no sockets, no asyncio, no clock.
+``sequence`` (one sequence's blocks, and what the model attends to in them) → ``engine`` (admission, reads, retained
+blocks, the handle) → ``text`` (tokenizer, chat template, the "model") → ``api_request`` and ``api_response`` (requests
+in, vLLM's exact bytes out) → ``settings`` → ``faults`` → ``worker`` (the HTTP shell) → ``fleet`` (several workers in one
+process) → ``cli``. All before ``worker`` is pure: no sockets, no asyncio, no clock.
 """
+
+from workers.sim.cli import add_arguments, main
+
+__all__ = ["add_arguments", "main"]

@@ -74,6 +74,8 @@ class EngineSettings:
     lease_seconds: float = 30.0
     recompute_threshold_tokens: int = 64
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    registration_generation: int | None = None
+    """vLLM 0.33 tells one in its handles (1 unless the worker slept); 0.32 does not."""
     clock_offset_seconds: float = 0.0
     """Added to every exported expiry time: it is the worker's private clock and nobody else may read it."""
 
@@ -426,6 +428,8 @@ class Engine:
             "remote_blocks_expiry_time": None if to_decode else kept.deadline + settings.clock_offset_seconds,
             "transfer_mode": "pull",
         }
+        if settings.registration_generation is not None:
+            request.handle["remote_registration_generation"] = settings.registration_generation
         if to_decode:
             request.handle["remote_prefill_cached_tokens"] = request.trusted
 

@@ -50,9 +50,7 @@ class Run:
 
     def starts_with(self, other: Run) -> bool:
         """Tell whether this run's KV begins with the other's."""
-        return (
-            self.base == other.base and self.context == other.context and self.tokens.startswith(other.tokens)
-        )
+        return self.base == other.base and self.context == other.context and self.tokens.startswith(other.tokens)
 
 
 Memory = tuple[Run, ...]
@@ -118,9 +116,7 @@ def _grows(last: Run, context: bytes, runs: Sequence[Run]) -> bool:
 
 def _after(memory: Memory, slot: int) -> list[Run]:
     return [
-        run if run.begin >= slot else Run(slot, run.base, run.context, run.tokens)
-        for run in memory
-        if run.end > slot
+        run if run.begin >= slot else Run(slot, run.base, run.context, run.tokens) for run in memory if run.end > slot
     ]
 
 

@@ -1,0 +1,94 @@
+"""``kvloop sim prefill|decode|fleet``: simulated workers on given ports, until interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING
+
+from workers.sim.engine import EngineSettings
+from workers.sim.peers import Registry
+from workers.sim.settings import Timing, WorkerSettings
+from workers.sim.text import Model
+from workers.sim.worker import SimWorker
+
+if TYPE_CHECKING:
+    import argparse
+
+    from workers.sim.settings import Role
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``kvloop sim``."""
+    parser.add_argument("what", choices=("prefill", "decode", "fleet"))
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8100, help="first port; a fleet takes the following ones, too")
+    parser.add_argument("--prefill-workers", type=int, default=1, help="in a fleet")
+    parser.add_argument("--decode-workers", type=int, default=1, help="in a fleet")
+    parser.add_argument("--served-model-name", default="sim")
+    parser.add_argument("--vllm-version", choices=("0.32.0", "0.33.0"), default="0.32.0")
+    parser.add_argument("--plugin", action="store_true", help="behave as with kvloop's vLLM plugin")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens per KV block")
+    parser.add_argument("--blocks", type=int, default=4096, help="KV blocks per worker")
+    parser.add_argument("--max-model-len", type=int, default=32_768)
+    parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--decoder-ttl-seconds", type=float, default=480.0)
+    parser.add_argument("--prefill-tokens-per-second", type=float)
+    parser.add_argument("--decode-tokens-per-second", type=float)
+    parser.add_argument("--request-overhead-seconds", type=float, default=0.0)
+    parser.add_argument("--mean-answer-tokens", type=int, default=24)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the workers until SIGINT or SIGTERM."""
+    counts: dict[Role, int]
+    if args.what == "fleet":
+        counts = {"prefill": args.prefill_workers, "decode": args.decode_workers}
+    else:
+        counts = {args.what: 1}
+    roles: list[Role] = [role for role, count in counts.items() for _ in range(count)]
+    asyncio.run(_serve([_settings(role, args) for role in roles], args.host, args.port))
+    return 0
+
+
+def _settings(role: Role, args: argparse.Namespace) -> WorkerSettings:
+    return WorkerSettings(
+        role=role,
+        model_name=args.served_model_name,
+        engine=EngineSettings(
+            block_count=args.blocks,
+            block_size=args.block_size,
+            max_model_len=min(args.max_model_len, args.blocks * args.block_size),
+            prefix_caching=not args.no_prefix_caching,
+            decoder_ttl_seconds=args.decoder_ttl_seconds,
+        ),
+        model=Model(mean_answer_tokens=args.mean_answer_tokens),
+        timing=Timing(
+            prefill_tokens_per_second=args.prefill_tokens_per_second,
+            decode_tokens_per_second=args.decode_tokens_per_second,
+            request_overhead_seconds=args.request_overhead_seconds,
+        ),
+        vllm_version=args.vllm_version,
+        streams_handles=args.plugin,
+        digests_handles=args.plugin,
+        advertised_host=args.host,
+    )
+
+
+async def _serve(all_settings: list[WorkerSettings], host: str, first_port: int) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    registry = Registry()
+    workers = [
+        SimWorker(settings, registry, host=host, port=first_port + index) for index, settings in enumerate(all_settings)
+    ]
+    try:
+        for worker in workers:
+            await worker.start()
+            print(f"{worker.settings.role} http://{worker.address}", flush=True)  # noqa: T201 - what was asked for
+        await stop.wait()
+    finally:
+        for worker in workers:
+            await worker.stop()
+        await registry.close()
