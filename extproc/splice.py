@@ -18,8 +18,9 @@ import orjson
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_STRING_OR_BRACKET: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{\]}]', re.DOTALL)
+# Possessive (``*+``) on purpose: a pattern that may backtrack remembers every escape, at 100 bytes each.
+_STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_STRING_OR_BRACKET: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{\]}]', re.DOTALL)
 _SCALAR: Final = re.compile(rb"[^,\]}\s]+")
 _SPACE: Final = re.compile(rb"[ \t\r\n]*")
 _QUOTE, _COMMA, _OPEN_BRACE, _OPEN_BRACKET = b'",{['
