@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from extproc.proof import fingerprint, to_json
 from workers.sim import text
+from workers.sim.api_request import parse_call
 from workers.sim.api_response import Output
-from workers.sim.engine import EngineDeadError, Request
+from workers.sim.engine import Engine, EngineDeadError, Request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from workers.sim.api_request import ApiCall
+    from workers.sim.api_request import ApiCall, Dialect
     from workers.sim.runner import EngineRunner
     from workers.sim.settings import WorkerSettings
 
@@ -109,6 +110,27 @@ async def outputs(
                 return
     if request.finish_reason == "error":
         raise EngineDeadError
+
+
+def right_answer(dialect: Dialect, fields: dict[str, Any], settings: WorkerSettings) -> str:
+    """Return what a worker with right KV says to a request: the text of its first choice."""
+    call = parse_call(dialect, dict(fields), settings, None)
+    choice = choices_of(call, settings)[0]
+    request = choice.request
+    engine = Engine(
+        replace(settings.engine, block_count=-(-settings.engine.max_model_len // settings.engine.block_size))
+    )
+    engine.submit(request)
+    engine.admit(0.0)
+    engine.prefill(request)
+    stop_text = StopText(call.stop)
+    said = ""
+    stop: str | None = None
+    while stop is None and request.finish_reason is None:
+        token = engine.step(request, 0.0)
+        shown, stop = stop_text.push(text.decode((token or 0,)), is_last=request.finish_reason is not None)
+        said += shown
+    return said
 
 
 def told_handle(request: Request, settings: WorkerSettings) -> dict[str, Any] | None:

@@ -68,6 +68,15 @@ class Fleet:
         """Return the sum of a counter over all workers: ``total("wrong_kv_turns")``."""
         return sum(report[key] for report in self.reports())
 
+    def reset(self) -> None:
+        """Forget what was counted and received so far, and take all faults back. KV stays."""
+
+        def act() -> None:
+            for worker in self.workers:
+                worker.reset()
+
+        self.call(act)
+
     def requests_by_path(self) -> Counter[str]:
         """Return how many requests the workers saw, by path."""
         return sum((Counter(report["requests_by_path"]) for report in self.reports()), Counter())

@@ -18,7 +18,7 @@ from workers.sim import text
 from workers.sim.answer import Choice, choices_of, outputs
 from workers.sim.api_request import ApiCall, ApiError, Dialect, check_model, parse_body, parse_call, render_messages
 from workers.sim.api_response import DONE, AnswerWriter, Output
-from workers.sim.engine import Engine, EngineDeadError, ReadFailedError
+from workers.sim.engine import Counters, Engine, EngineDeadError, ReadFailedError
 from workers.sim.faults import Faults, Kind, fault_from_json
 from workers.sim.metrics import metrics_text
 from workers.sim.peers import Registry, memory_to_json
@@ -164,6 +164,14 @@ class SimWorker:
         """Switch ``bidirectional_kv_xfer``, as if started so. A prefill worker without it parks handles for ever."""
         self.settings = replace(self.settings, engine=replace(self.settings.engine, bidirectional=on))
         self.engine.settings = replace(self.engine.settings, bidirectional=on)
+
+    def reset(self) -> None:
+        """Forget what was counted and received, and take all faults back. KV stays."""
+        self.clear_faults()
+        self.faults.struck = self.tokenisations = self.unguarded_requests = 0
+        self.engine.counters = Counters()
+        for kept in (self.received, self.requests_by_path, self.body_bytes_by_path):
+            kept.clear()
 
     def clear_faults(self) -> None:
         """Take all faults back, and let stalled requests go on."""
