@@ -60,32 +60,40 @@ class EventSplitter:
 
 def event_data(event: bytes) -> bytes:
     """Return the event's data: its ``data:`` lines joined by newlines, empty for comments and the like."""
-    return b"\n".join(value for value in map(_data_value, _lines(event)) if value is not None)
+    values = (_data_value(line) for line, _ in _lines(event))
+    return b"\n".join(value for value in values if value is not None)
 
 
 def replace_data(event: bytes, data: bytes) -> bytes:
-    """Return the event with other data; every other line, and how lines begin and end, stay as they were."""
-    out: list[bytes] = []
-    pending = data.split(b"\n")
-    for match in _LINE.finditer(event):
-        line, line_end = match.groups()
-        value = _data_value(line)
-        if value is None:
+    """Return the event with other data; every other line, and how lines begin and end, stay as they were.
+
+    The new data stands where the last data line stood. In the place of an earlier one, taking out the others might bring
+    a CR and an LF together, and two line ends would become one.
+    """
+    lines = _lines(event)
+    out = [event[: _start_of_text(event)]]
+    last = max((number for number, (line, _) in enumerate(lines) if _data_value(line) is not None), default=None)
+    for number, (line, line_end) in enumerate(lines):
+        if number == last:
+            new = data.split(b"\n")
+            begin = b"data: " if line[5:6] == b" " or any(text.startswith(b" ") for text in new) else b"data:"
+            out += ((line_end or b"\n").join(begin + text for text in new), line_end)
+        elif _data_value(line) is None:
             out += (line, line_end)
-        elif pending:
-            begin = line[: len(line) - len(value)]
-            joint = (line_end or b"\n") + begin.removeprefix(_BYTE_ORDER_MARK)
-            out += (begin, joint.join(pending), line_end)
-            pending = []
     return b"".join(out)
 
 
-def _lines(event: bytes) -> list[bytes]:
-    return [match.group(1) for match in _LINE.finditer(event)]
+def _start_of_text(event: bytes) -> int:
+    """Return where the text starts; only before the first line is a byte order mark one."""
+    return len(_BYTE_ORDER_MARK) if event.startswith(_BYTE_ORDER_MARK) else 0
+
+
+def _lines(event: bytes) -> list[tuple[bytes, bytes]]:
+    """Return every line with its end; the last end is empty."""
+    return [(match[1], match[2]) for match in _LINE.finditer(event, _start_of_text(event))]
 
 
 def _data_value(line: bytes) -> bytes | None:
-    line = line.removeprefix(_BYTE_ORDER_MARK)
     if line == b"data":
         return b""
     if not line.startswith(b"data:"):
