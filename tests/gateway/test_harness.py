@@ -51,7 +51,7 @@ def test_a_broken_stream_is_told_apart_from_a_whole_one(gateway) -> None:
     answer = chat.say(DOCUMENT)
     assert answer.broken
     assert not answer.is_done
-    assert len(answer.events) == 3
+    assert len(answer.events) <= 3
 
 
 def test_a_gateway_of_ones_own_takes_other_workers_settings_and_replicas(start_gateway) -> None:

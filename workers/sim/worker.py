@@ -495,8 +495,18 @@ def _sum(steps: list[Output]) -> Output:
 
 
 def _rounds(choices: list[list[Output]]) -> list[list[Output]]:
-    longest = max(map(len, choices))
-    return [[steps[i] for steps in choices if i < len(steps)] for i in range(longest)]
+    """Return the choices' steps side by side.
+
+    Only the step that ends the last choice tells a handle, its last one, on every chunk: vLLM loses the others, and their
+    blocks stay where they are until they expire.
+    """
+    rounds = [[steps[i] for steps in choices if i < len(steps)] for i in range(max(map(len, choices)))]
+    for steps in rounds[:-1]:
+        for output in steps:
+            output.handle = None
+    for output in rounds[-1]:
+        output.handle = rounds[-1][-1].handle
+    return rounds
 
 
 def _generate_request(call: ApiCall, index: int) -> dict[str, Any]:
