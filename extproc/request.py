@@ -7,16 +7,13 @@ somebody else's KV, so they are removed on every handled path, however they are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
 from extproc import splice
 from extproc.endpoints import Dialect, Endpoint
 from extproc.errors import ClientError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 FORBIDDEN_FIELDS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
 EXTRA_ARGUMENTS_FIELD: Final = "vllm_xargs"
@@ -41,7 +38,7 @@ class ApiRequest:
     @property
     def wants_token_ids(self) -> bool:
         """Whether the client itself asked for the token ids kvloop would otherwise hide."""
-        return self.fields.get("return_token_ids") is True
+        return is_true(self.fields.get("return_token_ids"))
 
     @property
     def token_id_prompt(self) -> list[int] | None:
@@ -70,20 +67,40 @@ def parse_request(endpoint: Endpoint, body: bytes) -> ApiRequest:
     return _without_forbidden_fields(endpoint, body, fields)
 
 
+def is_true(value: object) -> bool:
+    """Tell whether vLLM's lenient request models (pydantic) would take this JSON value for true."""
+    if isinstance(value, str):
+        return value.lower() in _TRUE_TEXTS
+    return isinstance(value, int | float) and value == 1
+
+
+_TRUE_TEXTS: Final = frozenset({"1", "on", "t", "true", "y", "yes"})
+
+
 def _without_forbidden_fields(endpoint: Endpoint, body: bytes, fields: dict[str, Any]) -> ApiRequest:
-    extra = fields.get(EXTRA_ARGUMENTS_FIELD)
-    nested = FORBIDDEN_FIELDS.intersection(extra) if isinstance(extra, dict) else frozenset()
-    if FORBIDDEN_FIELDS.isdisjoint(fields) and not nested:
+    if FORBIDDEN_FIELDS.isdisjoint(fields) and EXTRA_ARGUMENTS_FIELD not in fields:
         return ApiRequest(endpoint, body, fields, 0)
     start = splice.object_start(body)
     assert start is not None  # noqa: S101 - the body parsed to a dict
-    found = splice.members(body, start)
-    removed = sum(member.key in FORBIDDEN_FIELDS for member in found) + len(nested)
-    put: dict[str, bytes] = {}
-    if isinstance(extra, dict) and nested:
-        put[EXTRA_ARGUMENTS_FIELD] = orjson.dumps({key: extra[key] for key in extra if key not in nested})
-    cleared = splice.edit(body, start, found, drop=FORBIDDEN_FIELDS, put=put)
+    removed = 0
+    cleared = body
+    # From the end, so that offsets before the edited place stay true.
+    for member in reversed(splice.members(body, start)):
+        if member.key == EXTRA_ARGUMENTS_FIELD and splice.is_object(body, member.value_start):
+            cleared, count = _cleared(cleared, member.value_start)
+            removed += count
+    cleared, count = _cleared(cleared, start)
+    removed += count
+    if not removed:
+        return ApiRequest(endpoint, body, fields, 0)
     return ApiRequest(endpoint, cleared, orjson.loads(cleared), removed)
+
+
+def _cleared(text: bytes, start: int) -> tuple[bytes, int]:
+    """Return the text without forbidden members of the object at ``start``, and how many there were."""
+    found = splice.members(text, start)
+    count = sum(member.key in FORBIDDEN_FIELDS for member in found)
+    return (splice.edit(text, start, found, drop=FORBIDDEN_FIELDS) if count else text), count
 
 
 def has_non_text_content(fields: dict[str, Any]) -> bool:
@@ -94,12 +111,33 @@ def has_non_text_content(fields: dict[str, Any]) -> bool:
 def _is_non_text(message: Any) -> bool:
     if not isinstance(message, dict):
         return False
-    return any(
-        isinstance(part, dict) and part.get("type") not in _TEXT_PARTS for part in _items(message.get("content"))
-    )
+    return any(isinstance(part, dict) and not _is_text_part(part) for part in _items(message.get("content")))
 
 
-_TEXT_PARTS: Final[Collection[object]] = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+def _is_text_part(part: dict[str, Any]) -> bool:
+    """Tell text from media as vLLM does: it reads a part with a ``uuid`` by its media key, whatever its type says.
+
+    Source: vLLM 0.32 ``renderers/chat_utils.py``, ``has_non_text_content`` and ``_parse_chat_message_content_mm_part``.
+    """
+    kind = part.get("type")
+    return isinstance(kind, str) and kind in _TEXT_PARTS and part.get("uuid") is None and _MEDIA_PARTS.isdisjoint(part)
+
+
+_TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+_MEDIA_PARTS: Final = frozenset(
+    {
+        "audio_embeds",
+        "audio_url",
+        "image_embeds",
+        "image_pil",
+        "image_url",
+        "input_audio",
+        "input_image",
+        "prompt_embeds",
+        "video_embeds",
+        "video_url",
+    }
+)
 
 
 def _items(value: Any) -> list[Any]:

@@ -23,56 +23,62 @@ TRICKY_TEXT = (
     "Ž🧊",
 )
 
-spaces = st.text(" \t\r\n", max_size=3)
+spaces = st.sampled_from(["", "", " ", "\n", "\t\r\n "])
+spacings = st.tuples(spaces, spaces, spaces, spaces)
 
 
-def _escaped(character: str) -> str:
-    units = character.encode("utf-16-be").hex()
-    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
-
-
-@st.composite
-def spelled(draw: st.DrawFn, text: str) -> str:
-    """A JSON string for ``text``: any character may be escaped, in either way."""
-    spelling = json.dumps(text, ensure_ascii=draw(st.booleans()))
-    if not text or not draw(st.booleans()):
+def _spell(text: str, how: int) -> str:
+    """Spell a JSON string in one of several ways: as it is, in ASCII, or with one character escaped that need not be."""
+    spelling = json.dumps(text, ensure_ascii=how % 2 == 0)
+    if how < 2 or not text:
         return spelling
-    where = draw(st.integers(0, len(text) - 1))
+    where = how % len(text)
+    units = text[where].encode("utf-16-be").hex()
+    escaped = "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
     before, after = json.dumps(text[:where])[1:-1], json.dumps(text[where + 1 :])[1:-1]
-    return f'"{before}{_escaped(text[where])}{after}"'
+    return f'"{before}{escaped}{after}"'
+
+
+def spelled(texts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """JSON strings for these texts, in any spelling."""
+    return st.builds(_spell, texts, st.integers(0, 20))
 
 
 texts = st.sampled_from(TRICKY_TEXT) | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-keys = st.sampled_from(OUR_KEYS) | texts
-strings = texts.flatmap(spelled)
+keys = st.sampled_from(OUR_KEYS) | st.sampled_from(OUR_KEYS) | texts
 numbers = st.one_of(
     st.integers().map(str),
     st.integers(10**18, 10**30).map(str),
     st.floats(allow_nan=False, allow_infinity=False).map(repr),
     st.sampled_from(["-0", "1E+5", "0.10", "1e-7", "18446744073709551616", "3.141592653589793238462643383279"]),
 )
-scalars = st.one_of(strings, numbers, st.sampled_from(["true", "false", "null"]))
+scalars = st.one_of(spelled(texts), numbers, st.sampled_from(["true", "false", "null"]))
 
 
-@st.composite
-def spelled_objects(draw: st.DrawFn, values: st.SearchStrategy[str], names: st.SearchStrategy[str] = keys) -> str:
-    """A JSON object with odd spacing, duplicate keys and escaped key spellings."""
-    pairs = draw(st.lists(st.tuples(names.flatmap(spelled), values), max_size=5))
-    space = [draw(spaces) for _ in range(4)]
+def _object(pairs: list[tuple[str, str]], space: tuple[str, str, str, str]) -> str:
     members = [f"{key}{space[0]}:{space[1]}{value}" for key, value in pairs]
-    return "{" + space[2] + f"{space[0]},{space[3]}".join(members) + space[1] + "}"
+    return "{" + space[2] + f"{space[3]},{space[0]}".join(members) + space[1] + "}"
 
 
-@st.composite
-def spelled_arrays(draw: st.DrawFn, values: st.SearchStrategy[str]) -> str:
-    """A JSON array with odd spacing."""
-    space = [draw(spaces) for _ in range(3)]
-    return "[" + space[0] + f"{space[1]},{space[2]}".join(draw(st.lists(values, max_size=5))) + space[1] + "]"
+def _array(elements: list[str], space: tuple[str, str, str, str]) -> str:
+    return "[" + space[0] + f"{space[1]},{space[2]}".join(elements) + space[3] + "]"
 
 
-json_texts = st.recursive(scalars, lambda inner: spelled_objects(inner) | spelled_arrays(inner), max_leaves=12)
-json_objects = st.builds("{}{}{}".format, spaces, spelled_objects(json_texts), spaces)
-json_arrays = spelled_arrays(json_texts)
+def objects_of(*members: st.SearchStrategy[tuple[str, str]]) -> st.SearchStrategy[str]:
+    """JSON objects of such members (spelled key, value), with odd spacing and duplicates."""
+    return st.builds(_object, st.lists(st.one_of(*members), max_size=5), spacings)
+
+
+def arrays_of(values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """JSON arrays of such values, with odd spacing."""
+    return st.builds(_array, st.lists(values, max_size=5), spacings)
+
+
+json_texts = st.recursive(
+    scalars, lambda inner: objects_of(st.tuples(spelled(keys), inner)) | arrays_of(inner), max_leaves=6
+)
+json_objects = st.builds("{}{}{}".format, spaces, objects_of(st.tuples(spelled(keys), json_texts)), spaces)
+json_arrays = arrays_of(json_texts)
 
 token_ids = st.integers(0, 2**32 - 1)
 
