@@ -87,7 +87,7 @@ def to_json(held: Sequence) -> dict[str, Any]:
 def from_json(value: object) -> Sequence | None:
     """Read what ``to_json`` wrote; ``None`` for anything inconsistent, because half a proof is no proof."""
     match value:
-        case {"v": 1, "tokens": int(length), "chunks": str(chunks), "tail": list(tail)}:
+        case {"v": 1 as version, "tokens": int(length), "chunks": str(chunks), "tail": list(tail)}:
             pass
         case _:
             return None
@@ -95,7 +95,10 @@ def from_json(value: object) -> Sequence | None:
         digests = base64.b64decode(chunks, validate=True)
     except (binascii.Error, ValueError):
         return None
-    if any(type(token) is not int or not 0 <= token < TOKEN_ID_LIMIT for token in tail):
+    # ``type``, not ``isinstance``: to Python, JSON's true is the integer 1.
+    if any(type(number) is not int for number in (version, length, *tail)):
+        return None
+    if any(not 0 <= token < TOKEN_ID_LIMIT for token in tail):
         return None
     whole, rest = divmod(length, CHUNK_TOKENS)
     if length < 0 or len(digests) != whole * DIGEST_BYTES or len(tail) != rest:
