@@ -67,7 +67,8 @@ STEERING_HEADERS: Final = (
 """Exact names dropped from clients besides the prefixes: a rank, and the endpoint overrides of inference gateways."""
 
 STEERING_PREFIXES: Final = (headers.INTERNAL_PREFIX, "x-envoy-")
-"""``x-envoy-retry-on`` and its like would switch on the retries this file leaves out."""
+"""``x-envoy-retry-on`` and its like would switch on the retries this file leaves out. Envoy drops them by itself from
+clients it holds for external; this does not hang on whom a later ``internal_address_config`` names."""
 
 VERBATIM_KEY: Final = "verbatim"
 """True in ext_proc's dynamic metadata beside an ImmediateResponse: its body is final and must not be reworded."""
@@ -367,7 +368,9 @@ def _ext_proc_filter() -> ext_proc.ExternalProcessor:
 def _ext_proc_cluster(settings: EnvoySettings) -> cluster.Cluster:
     """Reach the ext_proc replicas: gRPC, and no more than a second behind their health."""
     built = _cluster(EXT_PROC_CLUSTER, settings.extproc)
-    built.load_balancing_policy = _least_request()
+    # In turns, so that a retry meets another replica. The least busy one would often be the one that just lost its
+    # streams.
+    built.lb_policy = cluster.ClusterLbPolicy.ROUND_ROBIN
     built.health_checks = [
         core.HealthCheck(
             interval=timedelta(seconds=1),

@@ -99,6 +99,12 @@ def test_nothing_is_retried_but_the_ext_proc_stream() -> None:
     assert policy["retry_on"] == "connect-failure,reset,unavailable"
 
 
+def test_clients_cannot_switch_retries_on_by_header() -> None:
+    ((_, extension),) = found(managers()["main"], "early_header_mutation_extensions")
+    prefixes = [value for _, value in found(extension, "prefix")]
+    assert prefixes == ["x-kvloop-", "x-envoy-"]
+
+
 def test_ext_proc_is_not_pinged_because_a_grpc_server_closes_pinged_quiet_connections() -> None:
     assert list(found(clusters()["kvloop_extproc"], "connection_keepalive")) == []
 
