@@ -56,12 +56,14 @@ class Handle:
     @property
     def is_loopback(self) -> bool:
         """Whether D gave an address that means "this machine", which on any other machine is the wrong one."""
-        if self.host == "localhost" or not self.host:
+        host = self.host.lower().strip("[]").removesuffix(".")
+        if host in ("", "localhost"):
             return True
         try:
-            address = ipaddress.ip_address(self.host)
+            address = ipaddress.ip_address(host)
         except ValueError:
             return False
+        address = getattr(address, "ipv4_mapped", None) or address
         return address.is_loopback or address.is_unspecified
 
 
@@ -80,7 +82,7 @@ def read_publication(raw: bytes) -> Publication:
     if not isinstance(params, dict):
         raise HandleRefused("not_an_object")
     digest = params.get(DIGEST_KEY)
-    if digest is not None:
+    if DIGEST_KEY in params:
         raw = _edited(raw, drop={DIGEST_KEY})
     handle = _checked(raw, params)
     sequence = proof.from_json(digest)

@@ -33,13 +33,13 @@ def prove(
     would read the wrong blocks.
     """
     handle = turn.handle
-    proven = common_prefix(turn.sequence, prompt_ids)
+    proven = min(common_prefix(turn.sequence, prompt_ids), handle.tokens)
     if proven == handle.tokens < len(prompt_ids):
         if proven < min_tokens:
             return Reason.TOO_SHORT
         return Attachment(handles.attach_whole(handle), proven, is_whole=True)
     usable = min(proven, len(prompt_ids) - 1)
-    shortfall = Reason.HISTORY_DIFFERS if proven < turn.sequence.length else Reason.TOO_SHORT
+    shortfall = Reason.HISTORY_DIFFERS if proven < min(turn.sequence.length, handle.tokens) else Reason.TOO_SHORT
     if usable < min_tokens:
         return shortfall
     blocks = handles.whole_blocks(handle, usable, block_size_tokens)
