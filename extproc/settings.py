@@ -6,6 +6,7 @@ Environment variables carry the ``KVLOOP_`` prefix (``KVLOOP_ENVOY_`` for the En
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validator
@@ -109,7 +110,7 @@ class GatewaySettings(BaseSettings):
         600.0, description="After SIGTERM running streams may take this long; keep it above the longest answer."
     )
 
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
 
     @model_validator(mode="after")
     def _margin_fits(self) -> GatewaySettings:
@@ -161,3 +162,33 @@ class EnvoySettings(BaseSettings):
     )
     access_log: str = Field("/dev/stdout", description="File of the JSON access log.")
     concurrency: PositiveInt | None = Field(None, description="Envoy worker threads; unset means one per core.")
+
+
+def as_markdown() -> str:
+    """Return the reference of all settings, as docs/settings.md holds it."""
+    parts = [
+        "# Settings\n\nAll settings are environment variables, read once at start; a wrong value stops the start with one"
+        " line that names\nit. Lists are JSON. Made by `python -m extproc.settings > docs/settings.md`; a test keeps it"
+        " current.\n"
+    ]
+    for title, settings in (
+        ("The gateway (`kvloop serve`)", GatewaySettings),
+        ("Envoy (`kvloop envoy`)", EnvoySettings),
+    ):
+        parts.append(f"\n## {title}\n\n| variable | default | meaning |\n|---|---|---|\n")
+        prefix = settings.model_config.get("env_prefix", "")
+        for name, field in settings.model_fields.items():
+            default = "unset" if field.default is None else f"`{_spelled(field.default)}`"
+            parts.append(f"| `{prefix}{name.upper()}` | {default} | {field.description or ''} |\n")
+    return "".join(parts)
+
+
+def _spelled(value: object) -> str:
+    """Spell a default as its variable would."""
+    if isinstance(value, tuple):
+        return json.dumps(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")  # noqa: T201 - made to be redirected into the docs
