@@ -37,7 +37,7 @@ class StoredTurn:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A turn that will not be used, and why: ``superseded``, ``evicted``, ``expired`` or ``engine_gone``."""
+    """A turn that will not be used, and why: ``superseded``, ``evicted``, ``expired``, ``engine_gone`` or ``draining``."""
 
     turn: StoredTurn
     reason: str
@@ -75,6 +75,9 @@ class MemoryStore:
         previous = self._remove(key)
         if previous is not None:
             dropped.append(Dropped(previous, "superseded"))
+        if turn.size_bytes > self._max_bytes:
+            # It would push out all others, and then itself.
+            return [*dropped, Dropped(turn, "evicted")]
         self._turns[key] = turn
         self._keys_by_engine.setdefault(turn.handle.engine_id, set()).add(key)
         self._bytes += turn.size_bytes
