@@ -790,7 +790,7 @@ def test_no_prefill_worker_is_an_error_without_a_workers_address(gateway: Gatewa
         worker.healthy = False
     answer = until(lambda: (now := gateway.leg()).status == 503 and now)
     assert answer.json["error"]["code"] == "service_unavailable"
-    assert "." not in answer.headers.get("x-kvloop-upstream", "")
+    assert "x-kvloop-upstream" not in answer.headers
 
 
 def test_no_decode_worker_is_an_honest_error(gateway: Gateway, stage: Stage) -> None:
