@@ -83,10 +83,10 @@ def _conversation_id(headers: Headers, fields: dict[str, Any], rules: IdentityRu
 
 
 def _checked(conversation_id: str, rules: IdentityRules) -> str:
-    if len(conversation_id.encode()) > rules.id_max_bytes:
-        raise InvalidConversationId("the conversation id is too long")
     if not conversation_id.isprintable():
         raise InvalidConversationId("the conversation id holds control characters")
+    if len(conversation_id.encode()) > rules.id_max_bytes:
+        raise InvalidConversationId("the conversation id is too long")
     return conversation_id
 
 

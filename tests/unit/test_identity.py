@@ -1,0 +1,178 @@
+"""Whose turn it is: one key per (tenant, model, cache salt, conversation), and nobody else's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.events import Headers
+from extproc.identity import ConversationKey, IdentityRules, InvalidConversationId, find_conversation
+
+RULES = IdentityRules(
+    headers=("x-conversation-id", "X-Session-Id"),
+    fields=("conversation_id", "session_id"),
+    tenant_header="Authorization",
+    id_max_bytes=16,
+)
+
+
+def key(
+    conversation: str = "c", tenant: str | None = "Bearer A", model: Any = "m", salt: Any = None
+) -> ConversationKey | None:
+    headers: Headers = (("x-conversation-id", conversation),)
+    if tenant is not None:
+        headers += (("authorization", tenant),)
+    return find_conversation(headers, {"model": model, "cache_salt": salt}, RULES)
+
+
+# Letters that can slide from one part into the next, and the bytes a length prefix is made of.
+parts = st.text("ab", max_size=3)
+identities = st.tuples(parts, parts, parts, st.text("ab", min_size=1, max_size=3))
+
+
+@given(identities, identities)
+def test_hazards_8_9_11_keys_are_equal_exactly_when_all_four_parts_are(
+    one: tuple[str, str, str, str], other: tuple[str, str, str, str]
+) -> None:
+    def of(identity: tuple[str, str, str, str]) -> ConversationKey | None:
+        tenant, model, salt, conversation = identity
+        return key(conversation, tenant, model, salt)
+
+    assert (of(one) == of(other)) == (one == other)
+
+
+def test_hazard_8_one_id_is_one_conversation() -> None:
+    assert key() == key()
+
+
+def test_hazard_9_another_tenant_with_my_id_has_another_key() -> None:
+    assert len({key(tenant=tenant) for tenant in ("Bearer A", "Bearer B", "bearer A", None)}) == 4
+
+
+def test_hazard_9_a_key_tells_neither_id_nor_tenant() -> None:
+    found = key("my-secret-chat", "Bearer sk-1")
+    assert found is not None
+    assert len(found.digest) == 16
+    assert str(found) == found.digest.hex()
+    assert "my-secret-chat" not in repr(found)
+
+
+def test_hazard_11_a_changed_model_or_adapter_is_another_conversation() -> None:
+    assert len({key(model=model) for model in ("base", "my-lora", None)}) == 3
+
+
+def test_hazard_11_a_changed_cache_salt_is_another_conversation() -> None:
+    assert len({key(salt=salt) for salt in ("a", "b", None)}) == 3
+
+
+@pytest.mark.parametrize("value", [None, 7, ["m"], {}])
+def test_a_model_or_salt_that_is_no_text_counts_as_none(value: Any) -> None:
+    """The worker refuses such a request anyway."""
+    assert key(model=value, salt=value) == key(model="", salt="")
+
+
+def test_an_absent_tenant_is_the_anonymous_one() -> None:
+    assert key(tenant=None) == key(tenant="")
+
+
+# --- where the id is found ------------------------------------------------------------------------------------------
+
+
+def found(headers: Headers = (), **fields: Any) -> ConversationKey | None:
+    return find_conversation(headers, fields, RULES)
+
+
+C = found((("x-conversation-id", "c"),))
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ((("x-conversation-id", "c"), ("x-session-id", "other")), {"conversation_id": "other"}),
+        ((("x-session-id", "other"), ("x-conversation-id", "c")), {}),
+        ((("x-session-id", "c"),), {"conversation_id": "other"}),
+        ((("x-conversation-id", ""), ("x-session-id", "c")), {}),
+        ((), {"conversation_id": "c", "session_id": "other"}),
+        ((), {"session_id": "c"}),
+        ((), {"conversation_id": None, "session_id": "c"}),
+        ((), {"conversation_id": "", "session_id": "c"}),
+        ((("x-conversation-id", ""),), {"conversation_id": "c"}),
+        ((("x-conversation-id", "c"), ("x-conversation-id", "c")), {}),
+        ((("x-conversation-id", ""), ("x-conversation-id", "c")), {}),
+    ],
+)
+def test_headers_come_before_fields_and_the_first_that_says_something_wins(
+    headers: Headers, fields: dict[str, Any]
+) -> None:
+    assert found(headers, **fields) == C is not None
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ((), {}),
+        ((("x-conversation-id", ""),), {"conversation_id": "", "session_id": None}),
+        ((("x-other", "c"),), {"other": "c"}),
+    ],
+)
+def test_a_request_that_names_no_conversation_has_none(headers: Headers, fields: dict[str, Any]) -> None:
+    assert found(headers, **fields) is None
+
+
+def test_a_number_is_an_id_like_its_text() -> None:
+    assert found(conversation_id=42) == found(conversation_id="42") != found(conversation_id="43")
+
+
+@pytest.mark.parametrize("value", [True, False, 1.0, 1e30, [], ["c"], {}, {"id": "c"}])
+def test_a_field_that_is_neither_text_nor_integer_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidConversationId):
+        found(conversation_id=value, session_id="c")
+
+
+def test_hazard_8_a_header_that_says_two_things_is_refused() -> None:
+    with pytest.raises(InvalidConversationId):
+        found((("x-conversation-id", "a"), ("x-conversation-id", "b")))
+
+
+@pytest.mark.parametrize("value", ["a\x00", "a\nb", "\x7f", "\x85", "\u2028", "a\u200bb", "\ud800"])
+def test_hazard_9_control_characters_are_refused(value: str) -> None:
+    with pytest.raises(InvalidConversationId):
+        found((("x-conversation-id", value),))
+    with pytest.raises(InvalidConversationId):
+        found(conversation_id=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_accepted"),
+    [("c" * 16, True), ("c" * 17, False), ("é" * 8, True), ("é" * 9, False), ("🧊" * 5, False)],
+)
+def test_hazard_9_ids_are_bounded_in_bytes(value: str, *, is_accepted: bool) -> None:
+    try:
+        accepted = found(conversation_id=value) is not None
+    except InvalidConversationId:
+        accepted = False
+    assert accepted == is_accepted
+
+
+def test_hazard_9_a_huge_number_is_bounded_like_text() -> None:
+    with pytest.raises(InvalidConversationId):
+        found(conversation_id=10**16)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["x-conversation-id", "x-session-id", "authorization"]), st.text(max_size=20))),
+    st.dictionaries(
+        st.sampled_from(["conversation_id", "session_id", "model", "cache_salt"]),
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.lists(st.integers()),
+    ),
+)
+def test_any_request_has_a_key_or_none_or_an_invalid_id(headers: list[tuple[str, str]], fields: dict[str, Any]) -> None:
+    try:
+        outcome = find_conversation(tuple(headers), fields, RULES)
+    except InvalidConversationId as error:
+        assert str(error)  # noqa: PT017 - every way something is asserted
+    else:
+        assert outcome is None or len(outcome.digest) == 16
