@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_harness import Gateway
-
-from workers.sim.engine import EngineSettings
-from workers.sim.settings import WorkerSettings
+from gateway_harness import Gateway, worker
 
 HERE = Path(__file__).parent
 
@@ -44,16 +41,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
         for gateway in {id(value): value for value in _gateways(item)}.values():
             report.sections.append(("gateway logs", gateway.logs()))
     return report
-
-
-def worker(role: Any, *, engine: dict[str, Any] | None = None, **settings: Any) -> WorkerSettings:
-    """Return settings of a worker as the tests use it: with the plugin, small blocks, no prefix cache on P.
-
-    A prefill worker without prefix cache stands for another or an evicted one, so that every reuse is a read.
-    """
-    engine = {"prefix_caching": role == "decode", **(engine or {})}
-    plugin = {"streams_handles": True, "digests_handles": True} if role == "decode" else {}
-    return WorkerSettings(role=role, engine=EngineSettings(**engine), **{**plugin, **settings})
 
 
 @pytest.fixture(scope="session")

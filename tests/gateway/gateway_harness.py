@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import socket
+import struct
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -23,8 +24,10 @@ from typing import Any, Self
 from extproc import envoy_binary, envoy_config
 from extproc.settings import EnvoySettings
 from workers.sim.answer import right_answer
+from workers.sim.engine import EngineSettings
 from workers.sim.fleet import Fleet
 from workers.sim.settings import WorkerSettings
+from workers.sim.worker import Received
 from workers.supervision import Component, inherited_environment, stop_all, wait_until_ready
 
 HOST = "127.0.0.1"
@@ -228,6 +231,32 @@ class Gateway:
                 answer.broken = repr(error)
             return answer
 
+    def abandon(self, conversation: str | None, messages: list[dict[str, Any]], after: Any, **fields: Any) -> None:
+        """Start a chat turn and reset the connection after that many seconds, or once ``after()`` is true."""
+        body = json.dumps({"model": "sim", "messages": messages, "stream": True, **fields}).encode()
+        with contextlib.closing(http.client.HTTPConnection(HOST, self.port, timeout=PATIENCE_SECONDS)) as connection:
+            headers = {"content-type": "application/json", **_identity(conversation, None, None)}
+            connection.request("POST", "/v1/chat/completions", body, headers)
+            if callable(after):
+                self.until(after)
+            else:
+                time.sleep(after)
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def received(self, role: str, *, path: str | None = None, leg: str | None = None) -> list[Received]:
+        """Return the requests the ``prefill`` or ``decode`` workers got, oldest first, health checks left out.
+
+        ``leg`` is the gateway's own call: ``render``, ``prefill`` or ``release``.
+        """
+        got = self.fleet.received(self.fleet.prefill if role == "prefill" else self.fleet.decode)
+        return [
+            received
+            for received in got
+            if received.path != "/health"
+            and (path is None or received.path == path)
+            and (leg is None or received.leg == leg)
+        ]
+
     def right_text(self, messages: list[dict[str, Any]], *, worker: int = 0, **fields: Any) -> str:
         """Return what decode worker ``worker`` answers to a chat when its KV is right."""
         return right_answer("chat", {"messages": messages, **fields}, self.fleet.decode[worker].settings)
@@ -401,6 +430,16 @@ class Gateway:
             connection.request("GET", path)
             response = connection.getresponse()
             return response.status, response.read().decode()
+
+
+def worker(role: Any, *, engine: dict[str, Any] | None = None, **settings: Any) -> WorkerSettings:
+    """Return settings of a worker as the tests use it: with the plugin, small blocks, no prefix cache on P.
+
+    A prefill worker without prefix cache stands for another or an evicted one, so that every reuse is a read.
+    """
+    engine = {"prefix_caching": role == "decode", **(engine or {})}
+    plugin = {"streams_handles": True, "digests_handles": True} if role == "decode" else {}
+    return WorkerSettings(role=role, engine=EngineSettings(**engine), **{**plugin, **settings})
 
 
 def free_ports(count: int) -> list[int]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from conftest import worker
+from gateway_harness import worker
 
-from workers.sim.faults import Fault, Kind
 from workers.sim.text import WORDS
 
 DOCUMENT = "".join(WORDS[1000:1300])
@@ -47,11 +46,11 @@ def test_an_edited_history_gets_the_right_answer(gateway) -> None:
 def test_a_broken_stream_is_told_apart_from_a_whole_one(gateway) -> None:
     chat = gateway.new_chat()
     for decode in gateway.fleet.decode:
-        gateway.fleet.call(lambda decode=decode: decode.faults.add(Fault(kind=Kind.TRUNCATE, after_events=3)))
+        gateway.fleet.strike(decode, "truncate", after_events=3, seconds=0.5)
     answer = chat.say(DOCUMENT)
     assert answer.broken
     assert not answer.is_done
-    assert len(answer.events) <= 3
+    assert len(answer.events) == 3
 
 
 def test_a_gateway_of_ones_own_takes_other_workers_settings_and_replicas(start_gateway) -> None:
@@ -77,3 +76,23 @@ def test_parts_can_be_taken_down_and_brought_back(start_gateway) -> None:
     answer = chat.say("And then?")
     assert (answer.status, answer.outcome, answer.reason) == (200, "cold", "nothing_kept")
     assert answer.text == gateway.right_text(chat.messages[:3])
+
+
+def test_what_workers_received_is_kept_leg_by_leg(gateway) -> None:
+    chat = gateway.new_chat()
+    chat.say(DOCUMENT, temperature=0.5)
+    (prefilled,) = gateway.received("prefill", leg="prefill")
+    (decoded,) = gateway.received("decode", path="/v1/chat/completions")
+    assert (prefilled.json["max_tokens"], prefilled.json["stream"]) == (1, False)
+    assert (decoded.json["temperature"], decoded.json["stream"]) == (0.5, True)
+    assert prefilled.at < decoded.at
+
+
+def test_a_client_may_leave(gateway) -> None:
+    chat = gateway.new_chat()
+    for decode in gateway.fleet.decode:
+        gateway.fleet.strike(decode, "stall")
+    gateway.abandon(
+        chat.conversation, [{"role": "user", "content": DOCUMENT}], lambda: gateway.report()["faults_struck"]
+    )
+    gateway.until(lambda: not gateway.report()["running"])

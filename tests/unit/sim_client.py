@@ -47,7 +47,8 @@ class SimClient(Fleet):
         """Send the prefill leg of a request, with the handle attached if one is given."""
         kept = {key: value for key, value in fields.items() if key in {"model", "messages", "prompt"}}
         leg = {"max_tokens": 1, "stream": False, "return_token_ids": True, "kv_transfer_params": handle or COLD}
-        return json.loads(self.post(self.prefill[0], path, {**kept, **leg}))
+        answer: dict[str, Any] = json.loads(self.post(self.prefill[0], path, {**kept, **leg}))
+        return answer
 
     def turn(
         self, messages: list[dict[str, Any]], handle: dict[str, Any] | None = None, **fields: Any

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sim_client import SimClient
 
-from workers.sim.answer import StopText
+from workers.sim.answer import StopText, right_answer
 from workers.sim.engine import EngineSettings
 from workers.sim.settings import WorkerSettings
 from workers.sim.text import Model
@@ -181,6 +181,18 @@ def test_nothing_is_held_back_at_the_end_of_an_answer() -> None:
     stop_text = StopText(("xyz",))
     assert stop_text.push("abx", is_last=False) == ("a", None)
     assert stop_text.push("", is_last=True) == ("bx", None)
+
+
+@pytest.mark.parametrize("extra", [{}, {"max_tokens": 5}, {"stop": ["e"]}, {"min_tokens": 9}])
+def test_the_right_answer_is_known_without_asking(extra: dict[str, Any]) -> None:
+    settings = WorkerSettings(role="decode", engine=EngineSettings(prefix_caching=False))
+    with SimClient([], [settings]) as sims:
+        for path, dialect, fields in (
+            ("/v1/chat/completions", "chat", {"messages": [{"role": "user", "content": "Hello"}]}),
+            ("/v1/completions", "completions", {"prompt": "Hello"}),
+        ):
+            asked = {**fields, **extra}
+            assert sims.text(sims.post(sims.decode[0], path, asked)) == right_answer(dialect, asked, settings)
 
 
 def _events(name: str) -> list[Any]:

@@ -67,6 +67,7 @@ class EngineSettings:
 
     block_count: int = 4096
     block_size: int = 16
+    """The simulated model's text depends on it, so all workers of a fleet must share it."""
     max_model_len: int = 32_768
     prefix_caching: bool = True
     bidirectional: bool = True
@@ -306,7 +307,8 @@ class Engine:
         """Find blocks for the whole prompt (and, after a preemption, for what was generated); plan the load."""
         size = self.settings.block_size
         if request.sequence is None:
-            tokens = [*request.prompt, *request.generated] if request.generated else request.prompt
+            # The last generated token has no KV yet: ``step`` computes it.
+            tokens = [*request.prompt, *request.generated[:-1]] if request.generated else request.prompt
             request.sequence = SequenceKV(self.pool, tokens, model=request.model, cache_salt=request.cache_salt)
         sequence = request.sequence
         hits = sequence.cached_blocks()

@@ -21,7 +21,8 @@ class Kind(StrEnum):
     STALL = "stall"
     """Wait ``seconds`` before anything happens (``None``: until the fault is cleared)."""
     TRUNCATE = "truncate"
-    """Cut a streamed answer in the middle of its event number ``after_events`` (from 0)."""
+    """Cut a streamed answer in the middle of its event number ``after_events`` (from 0), ``seconds`` after its first half:
+    at once, the reset overtakes what a proxy has not passed on yet."""
     SLOW_READ = "slow_read"
     """Peers wait ``seconds`` for this worker's KV; what they get is what lies there then."""
     FAILED_READ = "failed_read"

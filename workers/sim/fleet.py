@@ -8,6 +8,7 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from workers.sim.faults import fault_from_json
 from workers.sim.peers import Registry
 from workers.sim.worker import SimWorker
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from workers.sim.settings import WorkerSettings
+    from workers.sim.worker import Received
 
 T = TypeVar("T")
 
@@ -67,6 +69,15 @@ class Fleet:
     def total(self, key: str) -> int:
         """Return the sum of a counter over all workers: ``total("wrong_kv_turns")``."""
         return sum(report[key] for report in self.reports())
+
+    def strike(self, worker: SimWorker, kind: str, **fault: Any) -> None:
+        """Put a fault in force: ``strike(fleet.decode[0], "status", status=503, times=2)``. See ``Fault``."""
+        self.call(partial(worker.faults.add, fault_from_json({"kind": kind, **fault})))
+
+    def received(self, workers: Sequence[SimWorker]) -> list[Received]:
+        """Return the requests these workers got, oldest first."""
+        got = self.call(lambda: [received for worker in workers for received in worker.received])
+        return sorted(got, key=lambda received: received.at)
 
     def reset(self) -> None:
         """Forget what was counted and received so far, and take all faults back. KV stays."""

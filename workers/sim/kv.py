@@ -88,8 +88,6 @@ def attend(context: bytes, memory: Memory, slots: int) -> bytes:
 
 def holds(memory: Memory, context: bytes, tokens: bytes) -> bool:
     """Tell whether a block starts with exactly the KV that computing ``tokens`` after ``context`` would put there."""
-    if not tokens:
-        return True
     return bool(memory) and memory[0].begin == 0 and memory[0].starts_with(Run(0, 0, context, tokens))
 
 

@@ -72,7 +72,7 @@ class Model:
         dice, ends = divmod(dice, self.mean_answer_tokens)
         if self.thinks and generated in _THINKING:
             return _THINKING[generated]
-        if may_end and generated and not ends:
+        if may_end and not ends and generated > (max(_THINKING) if self.thinks else 0):
             return IM_END
         dice, pair = divmod(dice, 3)
         first = FIRST_PAIR if self.emits_pairs and not pair else FIRST_WORD

@@ -40,8 +40,9 @@ SSE: Final = {"content-type": "text/event-stream; charset=utf-8"}
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One request as it arrived. Header names are in lower case."""
+    """One request as it arrived, ``at`` seconds of a monotonic clock. Header names are in lower case."""
 
+    at: float
     method: str
     path: str
     headers: dict[str, str]
@@ -93,7 +94,9 @@ class SimWorker:
         """Listen; on port 0, on a free one, which it then keeps over restarts."""
         listener = socket.create_server((self.host, self.port), backlog=1024)
         self.port = listener.getsockname()[1]
+        counters = self.engine.counters
         self.engine = self._new_engine()
+        self.engine.counters = counters
         self.runner = EngineRunner(self.engine, self.settings.timing, self.registry)
         self.registry.add(self.engine.engine_id, self)
         # Like vLLM, stop computing for a client that is gone.
@@ -139,7 +142,7 @@ class SimWorker:
         self.engine.renew(request_id, self.runner.now())
 
     def report(self) -> dict[str, Any]:
-        """Return all that happened since the start (engine counters: since the last restart)."""
+        """Return all that happened since the first start or the last ``reset``, and how things stand."""
         self.engine.expire(self.runner.now())
         return {
             **asdict(self.engine.counters),
@@ -227,7 +230,7 @@ class SimWorker:
     async def _note(self, request: web.Request) -> None:
         body = await request.read()
         headers = {name.lower(): value for name, value in request.headers.items()}
-        self.received.append(Received(request.method, request.path, headers, body))
+        self.received.append(Received(time.monotonic(), request.method, request.path, headers, body))
         self.requests_by_path[request.path] += 1
         self.body_bytes_by_path[request.path] += len(body)
         if self.settings.secret is not None and b"_transfer_params" in body:
@@ -290,6 +293,7 @@ class SimWorker:
             async for event in events:
                 if cut is not None and count == cut.after_events:
                     await response.write(event[: len(event) // 2])
+                    await asyncio.sleep(cut.seconds or 0)
                     _abort_connection(request)
                     return
                 await response.write(event)
