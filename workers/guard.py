@@ -91,6 +91,7 @@ class SecretGuard:
         self._max_bytes = max_bytes or int(os.environ.get(MAX_BYTES_VARIABLE, DEFAULT_MAX_BYTES))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
         if scope["type"] != "http" or not self._secret or self._knows_secret(scope["headers"]):
             await self._app(scope, receive, send)
             return
@@ -98,9 +99,7 @@ class SecretGuard:
         if body is None:
             await _refuse(send, 413, f"Request body is larger than {self._max_bytes} bytes.")
         elif carries_transfer_params(body):
-            await _refuse(
-                send, 403, "kv_transfer_params and ec_transfer_params may only come from the gateway."
-            )
+            await _refuse(send, 403, "kv_transfer_params and ec_transfer_params may only come from the gateway.")
         else:
             del body
             await self._app(scope, _replay(held, receive), send)

