@@ -16,7 +16,7 @@ from extproc import handle as handles
 from extproc import splice
 from extproc.endpoints import COMPLETIONS, Dialect
 from extproc.receipt import Reason
-from extproc.request import FORBIDDEN_FIELDS, ApiRequest, has_non_text_content
+from extproc.request import FORBIDDEN_FIELDS, ApiRequest, has_non_text_content, is_true
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,10 +67,13 @@ def plan_decode_alone(request: ApiRequest) -> Reason | None:
     log-probabilities only if it computes the prompt.
     """
     fields = request.fields
-    several = any(_number(fields.get(name)) > 1 for name in ("n", "best_of")) or bool(fields.get("use_beam_search"))
+    # Anything but a plain 1: vLLM's lenient request models read "2" as 2, too.
+    several = any(fields.get(name) not in (None, 1) for name in ("n", "best_of")) or is_true(
+        fields.get("use_beam_search")
+    )
     if several or _has_several_prompts(request):
         return Reason.SEVERAL_SEQUENCES
-    if fields.get("prompt_logprobs") is not None or bool(fields.get("echo")):
+    if fields.get("prompt_logprobs") is not None or is_true(fields.get("echo")):
         return Reason.PROMPT_LOGPROBS
     return None
 
@@ -114,6 +117,9 @@ def decode_body(request: ApiRequest, params: bytes | None, prompt_ids: bytes | N
     """Body of the decode leg: the client's request plus transfer parameters (None: a plain request)."""
     if params is None:
         return request.raw
+    if is_true(request.fields.get("return_prompt_text")):
+        # D has that text only if it renders the prompt itself.
+        prompt_ids = None
     drop = set(FORBIDDEN_FIELDS)
     add: dict[str, bytes] = {}
     if ask_token_ids:
@@ -129,8 +135,9 @@ def _leg_body(
         if request.endpoint.dialect is Dialect.CHAT:
             params = handles.with_prompt_ids(params, prompt_ids)
         else:
-            # vLLM reads forwarded ids only for chats; a completion takes them as its prompt.
-            drop |= {"prompt"}
+            # vLLM reads forwarded ids only for chats; a completion takes them as its prompt. A suffix (fill in the
+            # middle) is among the ids already, and vLLM refuses one beside them.
+            drop |= {"prompt", "suffix"}
             add["prompt"] = prompt_ids
     add["kv_transfer_params"] = params
     start = splice.object_start(request.raw)
@@ -182,12 +189,11 @@ def release_body(handle: Handle, model: str) -> bytes:
 
 
 def _has_several_prompts(request: ApiRequest) -> bool:
-    prompt = request.fields.get("prompt")
+    prompt, embeds = request.fields.get("prompt"), request.fields.get("prompt_embeds")
+    if embeds is not None and (prompt is not None or isinstance(embeds, list)):
+        # vLLM answers them all, the embedded ones first.
+        return True
     return isinstance(prompt, list) and len(prompt) > 1 and not all(type(token) is int for token in prompt)
-
-
-def _number(value: object) -> float:
-    return value if isinstance(value, int | float) else 0
 
 
 def _token_ids(value: object) -> list[int] | None:
