@@ -164,13 +164,16 @@ class EnvoySettings(BaseSettings):
     concurrency: PositiveInt | None = Field(None, description="Envoy worker threads; unset means one per core.")
 
 
+_MARKDOWN_HEAD = """# Settings
+
+All settings are environment variables, read once at start; a wrong value stops the start with one line that names it.
+Lists are JSON. Made by `python -m extproc.settings > docs/settings.md`; a test keeps it current.
+"""
+
+
 def as_markdown() -> str:
     """Return the reference of all settings, as docs/settings.md holds it."""
-    parts = [
-        "# Settings\n\nAll settings are environment variables, read once at start; a wrong value stops the start with one"
-        " line that names\nit. Lists are JSON. Made by `python -m extproc.settings > docs/settings.md`; a test keeps it"
-        " current.\n"
-    ]
+    parts = [_MARKDOWN_HEAD]
     for title, settings in (
         ("The gateway (`kvloop serve`)", GatewaySettings),
         ("Envoy (`kvloop envoy`)", EnvoySettings),
