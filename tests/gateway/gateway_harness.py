@@ -102,9 +102,9 @@ class Answer:
         reasons = [choice["finish_reason"] for body in bodies for choice in body.get("choices", ())]
         return next((reason for reason in reversed(reasons) if reason), None)
 
-    def keys(self) -> set[str]:
-        """Every JSON key anywhere in the answer: what the client got to see."""
-        return set().union(*(_keys(body) for body in (self.events if self.is_stream else [self.json])))
+    def told(self, *, nulls: bool = False) -> set[str]:
+        """Return every JSON key anywhere in the answer that has a value; with ``nulls`` those without one, too."""
+        return set().union(*(_told(body, nulls=nulls) for body in (self.events if self.is_stream else [self.json])))
 
 
 @dataclass
@@ -463,10 +463,11 @@ def _said(choice: dict[str, Any]) -> str:
     return message.get("content") or choice.get("text") or ""
 
 
-def _keys(value: Any) -> set[str]:
+def _told(value: Any, *, nulls: bool) -> set[str]:
     if isinstance(value, dict):
-        return set(value).union(*map(_keys, value.values()))
-    return set().union(*map(_keys, value)) if isinstance(value, list) else set()
+        own = {key for key, inner in value.items() if nulls or inner is not None}
+        return own.union(*(_told(inner, nulls=nulls) for inner in value.values()))
+    return set().union(*(_told(inner, nulls=nulls) for inner in value)) if isinstance(value, list) else set()
 
 
 def _number(text: str) -> Any:
