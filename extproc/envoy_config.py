@@ -70,9 +70,6 @@ STEERING_PREFIXES: Final = (headers.INTERNAL_PREFIX, "x-envoy-")
 """``x-envoy-retry-on`` and its like would switch on the retries this file leaves out. Envoy drops them by itself from
 clients it holds for external; this does not hang on whom a later ``internal_address_config`` names."""
 
-VERBATIM_KEY: Final = "verbatim"
-"""True in ext_proc's dynamic metadata beside an ImmediateResponse: its body is final and must not be reworded."""
-
 KIBIBYTE: Final = 1024
 STREAM_BUFFER_BYTES: Final = 1024 * KIBIBYTE
 CONNECTION_WINDOW_BYTES: Final = 16 * STREAM_BUFFER_BYTES
@@ -569,7 +566,7 @@ def _verbatim() -> hcm.ResponseMapper:
             metadata_filter=accesslog.MetadataFilter(
                 matcher=matcher.MetadataMatcher(
                     filter=headers.METADATA_NAMESPACE,
-                    path=[matcher.MetadataMatcherPathSegment(key=VERBATIM_KEY)],
+                    path=[matcher.MetadataMatcherPathSegment(key=headers.VERBATIM)],
                     value=matcher.ValueMatcher(bool_match=True),
                 ),
                 match_if_key_not_found=False,

@@ -26,5 +26,8 @@ ROLE: Final = "x-kvloop-role"
 METADATA_NAMESPACE: Final = "kvloop"
 """Namespace of the dynamic metadata ext_proc hands back to Envoy, read by the access log and local replies."""
 
+VERBATIM: Final = "verbatim"
+"""Key in that namespace: true beside an ImmediateResponse, whose body Envoy must then not reword."""
+
 DATA_PARALLEL_RANK: Final = "x-data-parallel-rank"
 """vLLM obeys it; only the gateway may choose a rank, so a client's own is dropped."""

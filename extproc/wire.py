@@ -146,7 +146,7 @@ def _immediate(answer: Refuse) -> ProcessingResponse:
     immediate.details = "kvloop"
     _mutate(immediate.headers, answer.headers, ())
     # Tells Envoy's local reply formatting that this body is already what the client shall get.
-    _set_metadata(response, {**answer.metadata, "verbatim": True})
+    _set_metadata(response, {**answer.metadata, names.VERBATIM: True})
     return response
 
 
