@@ -224,6 +224,8 @@ class SimWorker:
                 return _json(error.body, error.status)
             except EngineDeadError:
                 return _json(_DEAD_BODY, 500)
+            except ConnectionResetError:  # the client left, or a fault threw it out; nobody reads this
+                return web.Response(status=499)
 
         return guarded
 
