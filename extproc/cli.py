@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from extproc import __version__
 from extproc.errors import ConfigError
@@ -42,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(importlib.import_module(module).main(args))
     except ConfigError as error:
         print(f"kvloop: {error}", file=sys.stderr)
+        return 2
+    except SettingsError as error:
+        print(f'kvloop: {error}: a list is spelled as JSON, like ["a","b"]', file=sys.stderr)
         return 2
     except ValidationError as error:
         for problem in error.errors():

@@ -9,12 +9,22 @@ from __future__ import annotations
 import json
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Mebibyte = 1024 * 1024
 
-Address = Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):\d{1,5}$")]
+
+def _with_a_real_port(address: str) -> str:
+    if int(address.rpartition(":")[2]) > 65_535:  # noqa: PLR2004 - ports have 16 bits
+        # Else the system takes the port's last 16 bits, and the service says it listens where it does not.
+        raise ValueError("a port is at most 65535")
+    return address
+
+
+Address = Annotated[
+    str, Field(pattern=r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$"), AfterValidator(_with_a_real_port)
+]
 """``host:port``; an IPv6 host stands in brackets."""
 
 
@@ -28,7 +38,7 @@ class GatewaySettings(BaseSettings):
     admin_listen: Address = Field("127.0.0.1:9464", description="HTTP address of /metrics and /healthz.")
     prefill_url: str = Field(
         "http://127.0.0.1:10001",
-        pattern=r"^https?://[^/]+$",
+        pattern=r"^https?://[^/?#\s]+$",
         description="Base URL of Envoy's prefill listener, which balances the prefill legs over the P pool.",
     )
     worker_secret: SecretStr | None = Field(

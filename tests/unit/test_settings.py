@@ -1,0 +1,157 @@
+"""Settings: read once, checked at once, and wrong ones stop the start."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
+
+from extproc import settings as module
+from extproc.settings import EnvoySettings, GatewaySettings, as_markdown
+
+
+@pytest.fixture(autouse=True)
+def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(module_environment()):
+        monkeypatch.delenv(name)
+
+
+def module_environment() -> list[str]:
+    import os  # noqa: PLC0415 - nothing else here may look at the environment
+
+    return [name for name in os.environ if name.upper().startswith("KVLOOP_")]
+
+
+def test_the_defaults_are_a_working_configuration() -> None:
+    settings = GatewaySettings()
+    assert settings.conversation_headers == ("x-conversation-id", "x-session-id")
+    assert settings.handle_margin_seconds < settings.handle_ttl_seconds
+    assert settings.worker_secret is None
+    assert EnvoySettings().prefill == ("127.0.0.1:8100",)
+
+
+def test_gateway_and_envoy_agree_by_default_where_they_meet() -> None:
+    gateway, envoy = GatewaySettings(), EnvoySettings()
+    assert gateway.listen in envoy.extproc
+    assert gateway.prefill_url == f"http://{envoy.prefill_listen}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "expected"),
+    [
+        ("KVLOOP_PREFILL_TIMEOUT_SECONDS", "60", "prefill_timeout_seconds", 60.0),
+        ("KVLOOP_CONVERSATION_HEADERS", '["x-chat-id"]', "conversation_headers", ("x-chat-id",)),
+        ("KVLOOP_CONVERSATION_FIELDS", "[]", "conversation_fields", ()),
+        ("KVLOOP_REUSE", "false", "reuse", False),
+        ("KVLOOP_DECODE_BLOCK_SIZE_TOKENS", "16", "decode_block_size_tokens", 16),
+        ("KVLOOP_LISTEN", "[::1]:50051", "listen", "[::1]:50051"),
+        ("KVLOOP_LISTEN", "kvloop.svc:0", "listen", "kvloop.svc:0"),
+        ("KVLOOP_PREFILL_URL", "https://envoy:10001", "prefill_url", "https://envoy:10001"),
+        ("KVLOOP_SEQUENCE_SOURCE", "digest", "sequence_source", "digest"),
+    ],
+)
+def test_a_variable_sets_its_field(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, field: str, expected: Any
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert getattr(GatewaySettings(), field) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KVLOOP_LISTEN", "50051"),
+        ("KVLOOP_LISTEN", "host"),
+        ("KVLOOP_LISTEN", "host:"),
+        ("KVLOOP_LISTEN", ":50051"),
+        ("KVLOOP_LISTEN", "::1:50051"),
+        ("KVLOOP_LISTEN", "host:65536"),
+        ("KVLOOP_LISTEN", "host:999999"),
+        ("KVLOOP_LISTEN", "host:٣٣"),
+        ("KVLOOP_LISTEN", "host:80\n"),
+        ("KVLOOP_ADMIN_LISTEN", "http://host:80"),
+        ("KVLOOP_PREFILL_URL", "envoy:10001"),
+        ("KVLOOP_PREFILL_URL", "http://envoy:10001/"),
+        ("KVLOOP_PREFILL_URL", "http://en voy"),
+        ("KVLOOP_PREFILL_TIMEOUT_SECONDS", "0"),
+        ("KVLOOP_PREFILL_TIMEOUT_SECONDS", "soon"),
+        ("KVLOOP_MIN_REUSE_TOKENS", "0"),
+        ("KVLOOP_STORE_MAX_BYTES", "-1"),
+        ("KVLOOP_REUSE", "perhaps"),
+        ("KVLOOP_SEQUENCE_SOURCE", "magic"),
+        ("KVLOOP_LOG_LEVEL", "loud"),
+        ("KVLOOP_HANDLE_MARGIN_SECONDS", "480"),
+        ("KVLOOP_HANDLE_TTL_SECONDS", "29"),
+    ],
+)
+def test_a_wrong_value_stops_the_start(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValidationError):
+        GatewaySettings()
+
+
+def test_a_list_that_is_not_json_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLOOP_CONVERSATION_HEADERS", "x-chat-id")
+    with pytest.raises(SettingsError):
+        GatewaySettings()
+
+
+def test_a_margin_that_leaves_no_time_is_explained() -> None:
+    with pytest.raises(ValidationError, match=r"handle_margin_seconds \(30.0\) must be below handle_ttl_seconds"):
+        GatewaySettings(handle_ttl_seconds=30)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KVLOOP_ENVOY_PREFILL", "[]"),
+        ("KVLOOP_ENVOY_DECODE", '["nowhere"]'),
+        ("KVLOOP_ENVOY_HASH_BALANCE_FACTOR", "99"),
+        ("KVLOOP_ENVOY_REFUSED_PATHS", '["no-slash"]'),
+        ("KVLOOP_ENVOY_CONCURRENCY", "0"),
+    ],
+)
+def test_a_wrong_envoy_value_stops_the_start(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValidationError):
+        EnvoySettings()
+
+
+def test_the_two_kinds_of_settings_have_variables_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLOOP_LISTEN", "127.0.0.1:1")
+    monkeypatch.setenv("KVLOOP_ENVOY_LISTEN", "127.0.0.1:2")
+    assert (GatewaySettings().listen, EnvoySettings().listen) == ("127.0.0.1:1", "127.0.0.1:2")
+
+
+def test_settings_do_not_change_after_the_start() -> None:
+    with pytest.raises(ValidationError):
+        GatewaySettings().reuse = False  # type: ignore[misc]
+
+
+def test_the_secret_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLOOP_WORKER_SECRET", "hush-hush")
+    settings = GatewaySettings()
+    assert settings.worker_secret is not None
+    assert settings.worker_secret.get_secret_value() == "hush-hush"
+    assert "hush-hush" not in repr(settings) + str(settings) + settings.model_dump_json()
+
+
+@pytest.mark.parametrize("kind", [GatewaySettings, EnvoySettings])
+def test_every_setting_is_documented_with_its_variable_and_default(kind: type[GatewaySettings | EnvoySettings]) -> None:
+    page = as_markdown()
+    for name, field in kind.model_fields.items():
+        variable = f"{kind.model_config.get('env_prefix')}{name.upper()}"
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{variable}` |")]
+        if isinstance(field.default, tuple):
+            assert json.dumps(field.default) in row
+        elif field.default is not None:
+            assert str(field.default).lower() in row.lower()
+
+
+def test_the_reference_is_printed_by_the_module(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(module.__file__, run_name="__main__")
+    assert capsys.readouterr().out == as_markdown()
