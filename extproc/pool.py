@@ -27,6 +27,6 @@ class PoolKnowledge:
 
     def learn_block_size(self, engine_id: str, tokens: int) -> None:
         """Remember an engine's KV block size."""
-        if len(self._block_sizes) >= _MAX_ENGINES:
+        if engine_id not in self._block_sizes and len(self._block_sizes) >= _MAX_ENGINES:
             del self._block_sizes[next(iter(self._block_sizes))]
         self._block_sizes[engine_id] = tokens
