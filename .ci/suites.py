@@ -2,6 +2,7 @@
 
 Each suite has a time limit, and runs under a warden, so that neither a hang nor a crash leaves a process behind.
 """
+# ruff: noqa: T201, INP001, S314 - a script that prints; the XML it reads is pytest's own
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_SECONDS = {"unit": 300, "gateway": 480, "e2e": 960}
@@ -33,6 +34,7 @@ class Count:
 
     @property
     def is_good(self) -> bool:
+        """Whether the suite ran to its end, with tests in it, all of which passed."""
         return not self.complaint and self.passed > 0 and self.failed == 0 and self.skipped == 0
 
 
@@ -42,15 +44,14 @@ def run(suite: str, report: Path) -> Count:
     command = [sys.executable, "-m", "pytest", f"tests/{suite}", f"--junitxml={report}"]
     warden = [sys.executable, "-I", "workers/warden.py", "--grace", "30", "--", *command]
     complaint = ""
-    with subprocess.Popen(warden, cwd=ROOT, stdin=subprocess.PIPE) as process:
-        assert process.stdin is not None
+    # The pipe is the order to stop: closed when the time is over, or by the kernel should this script be killed.
+    with subprocess.Popen(warden, cwd=ROOT, stdin=subprocess.PIPE) as process:  # noqa: S603 - our own command
         try:
             status = process.wait(LIMIT_SECONDS.get(suite, OTHER_LIMIT_SECONDS))
             complaint = "" if status in {0, 1} else f"pytest ended with status {status}"
         except subprocess.TimeoutExpired:
             complaint = f"took longer than {LIMIT_SECONDS.get(suite, OTHER_LIMIT_SECONDS)} s and was stopped"
-            process.stdin.close()
-            process.wait()
+            process.communicate()
     count = read(suite, report)
     count.seconds = time.monotonic() - started
     count.complaint = complaint
@@ -62,7 +63,7 @@ def read(suite: str, report: Path) -> Count:
     if not report.exists():
         return Count(suite)
     count = Count(suite)
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
+    for case in ET.parse(report).getroot().iter("testcase"):
         if case.find("failure") is not None or case.find("error") is not None:
             count.failed += 1
         elif case.find("skipped") is not None:

@@ -119,7 +119,7 @@ def main() -> None:
     record(directory, os.getpid())
     leave_grandchildren(directory)
     kept_alive = serve_grpc_health(int(sys.argv[3])) if len(sys.argv) > 3 else None
-    print("Starting to load model", kept_alive, flush=True)  # noqa: T201 - a log for the stack to read
+    print("Starting to load model", kept_alive, flush=True)
     first, *more = [
         http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Answers) for port in sys.argv[2].split(",")
     ]

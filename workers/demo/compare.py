@@ -56,15 +56,15 @@ def compare_answers(off_text: str, off: Sequence[ChosenToken], on_text: str, on:
     if off_text == on_text:
         return Comparison(text_equal=True, acceptable=True, reason="", largest_logprob_change=change)
     if shared == len(off) or shared == len(on):
-        reason = f"one answer ends at token {shared}, where the other goes on"
+        reason = f"one answer ends after token {shared}, where the other goes on"
         return Comparison(text_equal=False, acceptable=False, reason=reason, largest_logprob_change=change)
     gap = _disagreement(off[shared], on[shared])
     if gap is None:
-        reason = f"token {shared} differs and is not among the other run's likeliest"
+        reason = f"token {shared + 1} differs and is not among the other run's likeliest"
     elif gap <= TIE_TOLERANCE:
-        reason = f"token {shared} is a near tie: log-probabilities agree to {gap:.4f} between the runs"
+        reason = f"token {shared + 1} is a near tie: log-probabilities agree to {gap:.4f} between the runs"
     else:
-        reason = f"token {shared} differs by {gap:.4f} in log-probability between the runs"
+        reason = f"token {shared + 1} differs by {gap:.4f} in log-probability between the runs"
     acceptable = gap is not None and gap <= TIE_TOLERANCE
     return Comparison(text_equal=False, acceptable=acceptable, reason=reason, largest_logprob_change=change)
 

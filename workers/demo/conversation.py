@@ -11,17 +11,20 @@ from workers.demo import handbook
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-QUESTIONS: Final = (
-    "What is the station for, and who lives there? Answer in two sentences.",
-    "Which levels of the batteries start and stop the generator, and how much fuel does it burn in an hour?",
-    "What does the crew do when a storm warning is given? Name four things.",
-    "How is the tide gauge compared with the bolt, and when is it corrected?",
-    "What is each of the five books for?",
-    "Who may use the station boat, and under which conditions?",
-    "How does the supply ship bring its goods ashore?",
-    "What must the outgoing keeper do on the last day?",
+QUESTIONS: Final = tuple(
+    f"{question} Answer in one sentence."
+    for question in (
+        "How many nests were counted in the best year?",
+        "Why are dogs not allowed between March and August?",
+        "What does the station measure?",
+        "Where does drinking water come from?",
+        "What is the name of the boat?",
+        "What is the Marigold?",
+        "How long may visitors stay?",
+        "Which channel does the emergency radio listen on?",
+    )
 )
-"""One per turn; the first is asked under the document."""
+"""One per turn; the first is asked under the document. The small default model gets the first five right."""
 
 INTRODUCTION: Final = "Here is the handbook of the station I am going to work at. Read it, then answer my questions."
 

@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 Mebibyte: Final = 1024 * 1024
 
 CORES_NEEDED: Final = 2
-MEMORY_NEEDED_BYTES: Final = 6 * 1024 * Mebibyte
-"""Two vLLM servers with a 135M-parameter model and 1 GiB of KV cache each. Larger models need more."""
+WORKERS: Final = 2
+WORKER_BYTES: Final = 3 * 1024 * Mebibyte
+"""One vLLM server's processes and 1 GiB of KV cache, without the weights."""
+
+DEMO_MODEL_BYTES: Final = 270 * Mebibyte
+WEIGHTS_GROW: Final = 2
+"""The demo computes in float32 what is stored in 16 bits."""
 
 MODEL_DISK_BYTES: Final = 1024 * Mebibyte
 """Free space to prepare the model: its weights in bfloat16, and as much again while they are being
@@ -93,14 +98,15 @@ def missing_cores(available: int) -> list[Missing]:
     ]
 
 
-def missing_memory(available_bytes: int) -> list[Missing]:
-    """Compare free memory with what two small workers take."""
-    if available_bytes >= MEMORY_NEEDED_BYTES:
+def missing_memory(available_bytes: int, model_bytes: int) -> list[Missing]:
+    """Compare free memory with what the two workers take; ``model_bytes`` is the size of the stored weights."""
+    needed = WORKERS * (WORKER_BYTES + WEIGHTS_GROW * model_bytes)
+    if available_bytes >= needed:
         return []
     return [
         Missing(
-            f"{available_bytes // Mebibyte:,} MiB of memory are available; two workers need about"
-            f" {MEMORY_NEEDED_BYTES // Mebibyte:,} MiB.",
+            f"{available_bytes // Mebibyte:,} MiB of memory are available; two workers with this model need about"
+            f" {needed // Mebibyte:,} MiB.",
             "stop other programs, or use a larger machine",
         )
     ]
@@ -113,8 +119,12 @@ def missing_disk(
     existing = directory
     while not existing.exists():
         existing = existing.parent
-    if not os.access(existing, os.W_OK):
-        return [Missing(f"{existing} cannot be written ({purpose}).", "set KVLOOP_CACHE to another directory")]
+    try:
+        with tempfile.TemporaryFile(dir=existing):  # permissions say yes to root even where nothing can be made
+            pass
+    except OSError as error:
+        fix = "set KVLOOP_CACHE or TMPDIR to another directory"
+        return [Missing(f"{existing} cannot be written ({purpose}): {error.strerror}.", fix)]
     free = free_bytes(existing) if free_bytes else shutil.disk_usage(existing).free
     if free >= needed_bytes:
         return []
@@ -185,7 +195,8 @@ def check(*, model: Path | None, model_directory: Path, outputs: Iterable[Path])
     prepared = (model_directory / "config.json").is_file()
     missing = missing_modules(MODULES if model or prepared else {**MODULES, **MODEL_MODULES})
     missing += missing_cores(len(os.sched_getaffinity(0)))
-    missing += missing_memory(_available_memory_bytes())
+    model_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors")) if model else DEMO_MODEL_BYTES
+    missing += missing_memory(_available_memory_bytes(), model_bytes)
     if model:
         missing += missing_model(model)
     elif not prepared:

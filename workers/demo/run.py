@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 ANSWER_TOKENS: Final = 64
 """At most, per turn: enough to see that the texts are the same, and soon over."""
 
+EXACT: Final = ("--dtype", "float32")
+"""In bfloat16 rounding alone moves log-probabilities by several hundredths, enough to turn a near tie, and then a
+difference would prove nothing. In float32 equal texts mean equal KV."""
+
 QUESTION_TOKENS: Final = 64
 """Generously, what a question and the chat template around it take."""
 
@@ -57,7 +61,8 @@ def run(args: argparse.Namespace, model_directory: Path) -> int:
                 model=model,
                 run_directory=logs,
                 served_model_name=model.name,
-                prefill={"prefix_caching": args.prefill_cache == "on"},
+                prefill={"prefix_caching": args.prefill_cache == "on", "extra": EXACT},
+                decode={"extra": EXACT},
             )
             code = _run_stack(args, options, screen)
             keep_logs = code != 0
