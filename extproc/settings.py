@@ -14,18 +14,18 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Mebibyte = 1024 * 1024
 
+Address = Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
+"""``host:port``; an IPv6 host stands in brackets."""
+
 
 def _with_a_real_port(address: str) -> str:
     if int(address.rpartition(":")[2]) > 65_535:  # noqa: PLR2004 - ports have 16 bits
-        # Else the system takes the port's last 16 bits, and the service says it listens where it does not.
         raise ValueError("a port is at most 65535")
     return address
 
 
-Address = Annotated[
-    str, Field(pattern=r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$"), AfterValidator(_with_a_real_port)
-]
-"""``host:port``; an IPv6 host stands in brackets."""
+ListenAddress = Annotated[Address, AfterValidator(_with_a_real_port)]
+"""Where this process listens. Of a larger port the system would take the last 16 bits, and listen elsewhere."""
 
 
 class GatewaySettings(BaseSettings):
@@ -34,8 +34,8 @@ class GatewaySettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="KVLOOP_", frozen=True, extra="ignore")
 
     # --- where it listens and whom it calls -----------------------------------------------------------------
-    listen: Address = Field("127.0.0.1:50051", description="gRPC address Envoy's ext_proc filter connects to.")
-    admin_listen: Address = Field("127.0.0.1:9464", description="HTTP address of /metrics and /healthz.")
+    listen: ListenAddress = Field("127.0.0.1:50051", description="gRPC address Envoy's ext_proc filter connects to.")
+    admin_listen: ListenAddress = Field("127.0.0.1:9464", description="HTTP address of /metrics and /healthz.")
     prefill_url: str = Field(
         "http://127.0.0.1:10001",
         pattern=r"^https?://[^/?#\s]+$",
