@@ -25,8 +25,9 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as wire_grpc
 from envoy.type.v3.http_status_pb2 import HttpStatus
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from extproc import headers
 from extproc.envoy_binary import envoy_command, validate
-from extproc.envoy_config import VERBATIM_KEY, render
+from extproc.envoy_config import render
 from extproc.errors import ConfigError
 from extproc.settings import EnvoySettings
 
@@ -265,7 +266,7 @@ class Processor(wire_grpc.ExternalProcessorServicer):  # type: ignore[misc] # ge
             )
         )
         if exchange.script == "refuse":
-            response.dynamic_metadata.update({"kvloop": {VERBATIM_KEY: True, "outcome": "refused"}})
+            response.dynamic_metadata.update({"kvloop": {headers.VERBATIM: True, "outcome": "refused"}})
         return response
 
 
