@@ -519,24 +519,19 @@ def test_a_model_longer_than_the_pool_is_refused() -> None:
 
 
 def test_the_command_line_starts_a_fleet_and_stops_on_sigterm() -> None:
-    with contextlib.ExitStack() as held:
-        first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-    argv = [
-        sys.executable,
-        "-m",
-        "extproc.cli",
-        "sim",
-        "fleet",
-        "--port",
-        str(first),
-        "--plugin",
-        "--decode-workers",
-        "2",
-    ]
+    options = ["--port", "0", "--plugin", "--decode-workers", "2"]
+    argv = [sys.executable, "-m", "extproc.cli", "sim", "fleet", *options]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - our own command line
         assert process.stdout is not None
         lines = [process.stdout.readline().split() for _ in range(3)]
         process.terminate()
         assert process.wait(20) == 0
     assert [line[0] for line in lines] == ["prefill", "decode", "decode"]
-    assert lines[0][1] == f"http://127.0.0.1:{first}"
+    assert len({line[1] for line in lines}) == 3
+
+
+def test_the_command_line_names_a_port_it_cannot_have() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        argv = [sys.executable, "-m", "extproc.cli", "sim", "decode", "--port", str(taken.getsockname()[1])]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)  # noqa: S603 - our own command line
+    assert (done.returncode, "choose another --port" in done.stderr) == (2, True)

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from typing import TYPE_CHECKING
 
+from extproc.errors import ConfigError
 from workers.sim.engine import EngineSettings
 from workers.sim.peers import Registry
 from workers.sim.settings import Timing, WorkerSettings
@@ -22,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvloop sim``."""
     parser.add_argument("what", choices=("prefill", "decode", "fleet"))
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8100, help="first port; a fleet takes the following ones, too")
+    parser.add_argument(
+        "--port", type=int, default=8100, help="first port; a fleet takes the following ones, too (0: free ones)"
+    )
     parser.add_argument("--prefill-workers", type=int, default=1, help="in a fleet")
     parser.add_argument("--decode-workers", type=int, default=1, help="in a fleet")
     parser.add_argument("--served-model-name", default="sim")
@@ -80,12 +83,18 @@ async def _serve(all_settings: list[WorkerSettings], host: str, first_port: int)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     registry = Registry()
+    ports = [first_port and first_port + index for index in range(len(all_settings))]
     workers = [
-        SimWorker(settings, registry, host=host, port=first_port + index) for index, settings in enumerate(all_settings)
+        SimWorker(settings, registry, host=host, port=port) for settings, port in zip(all_settings, ports, strict=True)
     ]
     try:
         for worker in workers:
-            await worker.start()
+            try:
+                await worker.start()
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot listen on {worker.address}: {error.strerror}; choose another --port"
+                ) from error
             print(f"{worker.settings.role} http://{worker.address}", flush=True)  # noqa: T201 - what was asked for
         await stop.wait()
     finally:
