@@ -89,7 +89,7 @@ def test_every_module_is_core_or_shell() -> None:
 
 
 @pytest.mark.parametrize("module", CORE)
-def test_the_core_imports_nothing_that_acts(module: str) -> None:
+def test_hazard_45_the_core_imports_nothing_that_acts_not_even_a_clock(module: str) -> None:
     assert impure(imports((PACKAGE / f"{module}.py").read_text(), for_types=False)) == set()
 
 
