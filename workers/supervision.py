@@ -25,6 +25,9 @@ LOG_LINES_SHOWN: Final = 25
 STOP_MARGIN_SECONDS: Final = 10.0
 """On top of a component's grace time: killing what is left takes a moment on a busy machine."""
 
+STARTING: Final = "starting"
+"""The state of a component whose log says nothing yet."""
+
 READY: Final = "ready"
 """The state of a component that answers."""
 
@@ -136,7 +139,7 @@ class Component:
         """Return where the component stands by its log, in words for people."""
         output = self.output()
         reached = [words for pattern, words in self.states if re.search(pattern, output)]
-        return reached[-1] if reached else "starting"
+        return reached[-1] if reached else STARTING
 
     def death(self) -> StackError:
         """Describe why the component is not running, with its last log lines and, where known, the fix."""

@@ -24,7 +24,7 @@ def draw(rows: list[TurnRow], *, title: str, footnote: str, path: Path) -> None:
     """Write a PNG. Bars start at zero, so their lengths compare honestly; each carries its number."""
     figure = Figure(figsize=(9, 5.2), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.add_axes((0.075, 0.2, 0.905, 0.62))
+    axes = figure.add_axes((0.075, 0.21, 0.905, 0.63))
     positions = range(len(rows))
     off = [row.ttft_off_ms / 1000 for row in rows]
     on = [row.ttft_on_ms / 1000 for row in rows]
@@ -54,8 +54,8 @@ def draw(rows: list[TurnRow], *, title: str, footnote: str, path: Path) -> None:
     axes.spines["bottom"].set_color(QUIET_COLOUR)
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
-    figure.suptitle(title, x=0.075, y=0.965, ha="left", fontsize=14, fontweight="bold", color=TEXT_COLOUR)
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.008, 1.01), ncols=2, frameon=False, labelcolor=TEXT_COLOUR)
+    figure.suptitle(title, x=0.075, y=0.97, ha="left", fontsize=14, fontweight="bold", color=TEXT_COLOUR)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.008, 0.985), ncols=2, frameon=False, labelcolor=TEXT_COLOUR)
     figure.text(0.075, 0.025, footnote, fontsize=8, color=QUIET_COLOUR, va="bottom", linespacing=1.4)
     figure.savefig(path)
 
@@ -72,7 +72,7 @@ def _label(axes: object, x: float, milliseconds: float, prefix: str, colour: str
         textcoords="offset points",
         ha="center",
         va="bottom",
-        fontsize=9,
+        fontsize=8.5,
         fontweight="bold" if prefix else "normal",
         color=colour,
     )

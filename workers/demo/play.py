@@ -12,6 +12,7 @@ from extproc import headers
 from workers.demo.compare import ChosenToken
 from workers.demo.conversation import QUESTIONS, next_messages
 from workers.demo.receipts import receipt_value
+from workers.supervision import StackError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,12 +113,14 @@ def _play_turn(client: OpenAI, model: str, messages: list[Any], *, question: str
                 tokens += map(_chosen_token, choice.logprobs.content or ())
             finish_reason = choice.finish_reason or finish_reason
     ended = time.perf_counter()
+    if usage is None:
+        raise StackError(f"the answer to {question!r} ended without its usage: the stream was cut off")
     return Turn(
         question=question,
         answer="".join(text),
         tokens=tuple(tokens),
-        prompt_tokens=usage.prompt_tokens if usage else 0,
-        completion_tokens=usage.completion_tokens if usage else 0,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
         finish_reason=finish_reason,
         ttft_seconds=(first_text or ended) - started,
         total_seconds=ended - started,

@@ -175,7 +175,7 @@ def _show(result: report.Result, screen: Screen) -> None:
     screen.say(f"By the prefill worker's own counter it read {read:,} tokens back from the decode worker.")
     changes = [row.largest_logprob_change for row in result.rows if row.largest_logprob_change is not None]
     if changes:
-        screen.say(f"Largest change of a chosen token's log-probability between the runs: {max(changes):.4f}.")
+        screen.say(f"Largest change of a chosen token's log-probability between the runs: {max(changes):.1e}.")
     screen.say()
     screen.verdict(result.verdict)
 
@@ -187,7 +187,7 @@ def _write(args: argparse.Namespace, result: report.Result, screen: Screen) -> N
     cache = "with" if result.run["prefill_cache"] == "on" else "without"
     chart.draw(
         result.rows,
-        title="Time to first token of a growing chat, prefill and decode on separate vLLM workers",
+        title="Time to first token in a growing chat",
         footnote=f"{result.run['model']}, P {cache} prefix caching, streamed through Envoy, temperature 0,"
         f" texts {'equal' if result.verdict.texts_equal else 'not all equal'}.\n{machine.summary(result.machine)}.",
         path=args.chart,

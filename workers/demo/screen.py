@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Console
 from rich.table import Table
 
-from workers.supervision import READY
+from workers.supervision import READY, STARTING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +60,7 @@ class Screen:
         overdue = last is not None and step.seconds - last.seconds >= REMINDER_SECONDS
         if changed and step.state == READY:
             self.say(f"  {step.component}: ready after {step.seconds:.0f} s")
-        elif not self.console.is_terminal and (changed or overdue):
+        elif not self.console.is_terminal and (overdue or (changed and step.state != STARTING)):
             self.say(f"  {_standing(step)}")
         if changed or overdue or self.console.is_terminal:
             self._told[step.component] = step
@@ -68,11 +68,8 @@ class Screen:
         self._status.update("   ".join(map(_standing, waiting)))
 
     def waiting(self, text: str) -> None:
-        """Show what is being waited for: live on a terminal, else as a line of its own."""
-        if self.console.is_terminal:
-            self._status.update(text)
-        else:
-            self.say(f"  {text} …")
+        """Show on a terminal what is being waited for; a log will tell it when it has come."""
+        self._status.update(text)
 
     def played(self, label: str, number: int, turn: Turn) -> None:
         """Tell that a turn was played."""
