@@ -10,7 +10,7 @@ import uuid
 from typing import Any
 
 import pytest
-from conftest import MODEL, Gateway, Reply
+from loop_client import MODEL, Gateway, Reply
 
 DOCUMENT = "The ferry leaves at nine from the north pier, unless the wind is above six. " * 10
 QUESTIONS = ("When does it leave?", "And from where, exactly?", "What if the wind is strong?", "Thank you. In short?")

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from conftest import worker
+from gateway_harness import worker
 
 from workers.sim.faults import Fault, Kind
 from workers.sim.settings import Timing
@@ -154,7 +154,7 @@ def test_every_kind_of_d_closes_the_loop(start_gateway, version: Any, digest: bo
         answer = chat.say("And then?")
         assert answer.outcome == "reused", answer.receipt
         assert answer.text == gateway.right_text(chat.messages[:-1])
-        assert not {"remote_block_ids", "kvloop_digest"} & answer.keys()
+        assert not {"remote_block_ids", "kvloop_digest"} & answer.told()
         assert b'token_ids":[' not in answer.raw
 
 
@@ -387,7 +387,8 @@ def test_drain_finishes_running_answers_and_releases_what_is_kept(start_gateway)
     gateway.until(lambda: pins_are_gone(gateway), "every kept handle was released")
 
 
-def test_a_turn_nobody_will_continue_frees_d_at_once(gateway) -> None:
+def test_a_turn_nobody_will_continue_frees_d_at_once(start_gateway) -> None:
+    gateway = start_gateway()
     gateway.chat(None, [{"role": "user", "content": DOCUMENT}])
     gateway.until(lambda: legs(gateway, "release"), "the handle was released")
     gateway.until(lambda: pins_are_gone(gateway), "a turn without conversation pins nothing")
