@@ -31,6 +31,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+PATH: Final = "workers.guard.SecretGuard"
+"""What to give to vLLM's ``--middleware``."""
+
 SECRET_VARIABLE: Final = "KVLOOP_WORKER_SECRET"  # noqa: S105 (a variable's name)
 MAX_BYTES_VARIABLE: Final = "KVLOOP_GUARD_MAX_BYTES"
 DEFAULT_MAX_BYTES: Final = 64 * 1024 * 1024

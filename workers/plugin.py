@@ -5,8 +5,8 @@ vLLM calls ``register`` in the API server, the engine and every worker process (
 =============================  =========  ==============================================================================
 variable                       default    what it does
 =============================  =========  ==============================================================================
-KVLOOP_PLUGIN_STREAM_HANDLE    ``auto``   puts ``kv_transfer_params`` on the finish chunk of streams (``plugin_stream``);
-                                          ``auto``: only where vLLM does not do so itself (before 0.33); ``0``: never
+KVLOOP_PLUGIN_STREAM_HANDLE    ``1``      puts ``kv_transfer_params`` on the finish chunk of streams (``plugin_stream``),
+                                          where vLLM does not do so itself (before 0.33)
 KVLOOP_PLUGIN_DIGEST           ``1``      adds ``kvloop_digest`` to the handles of decode workers (``plugin_digest``)
 KVLOOP_PLUGIN_REPAIR           ``1``      mends two faults that cost workers KV blocks for good (``plugin_repair``)
 KVLOOP_PLUGIN_CALM_NIXL        ``0``      microseconds NIXL's progress thread sleeps between polls (``plugin_nixl``);
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 # vLLM configures the "vllm" logger and its children only.
 log: Final = logging.getLogger("vllm.plugins.kvloop")
 
+PARTS: Final[dict[str, Callable[[], str]]] = {
+    "KVLOOP_PLUGIN_STREAM_HANDLE": plugin_stream.install,
+    "KVLOOP_PLUGIN_DIGEST": plugin_digest.install,
+    "KVLOOP_PLUGIN_REPAIR": plugin_repair.install,
+}
+CALM_NIXL: Final = "KVLOOP_PLUGIN_CALM_NIXL"
+
 
 def register() -> None:
     """Apply every part that is switched on. Never raises; may be called again in the same process."""
-    stream = os.environ.get("KVLOOP_PLUGIN_STREAM_HANDLE", "auto")
-    if stream != "0":
-        _apply("KVLOOP_PLUGIN_STREAM_HANDLE", lambda: plugin_stream.install(force=stream != "auto"))
-    if os.environ.get("KVLOOP_PLUGIN_DIGEST", "1") != "0":
-        _apply("KVLOOP_PLUGIN_DIGEST", plugin_digest.install)
-    if os.environ.get("KVLOOP_PLUGIN_REPAIR", "1") != "0":
-        _apply("KVLOOP_PLUGIN_REPAIR", plugin_repair.install)
-    if (delay := os.environ.get("KVLOOP_PLUGIN_CALM_NIXL", "0")) != "0":
-        _apply("KVLOOP_PLUGIN_CALM_NIXL", lambda: plugin_nixl.install(int(delay)))
+    for part, install in PARTS.items():
+        if os.environ.get(part, "1") != "0":
+            _apply(part, install)
+    if (delay := os.environ.get(CALM_NIXL, "0")) != "0":
+        _apply(CALM_NIXL, lambda: plugin_nixl.install(int(delay)))
     if os.environ.get(guard.SECRET_VARIABLE) and not any("workers.guard" in word for word in sys.argv):
-        log.debug(
-            "%s is set: the guard acts only with --middleware workers.guard.SecretGuard",
-            guard.SECRET_VARIABLE,
-        )
+        log.warning("%s guards nothing without --middleware %s", guard.SECRET_VARIABLE, guard.PATH)
 
 
 def _apply(part: str, install: Callable[[], str]) -> None:

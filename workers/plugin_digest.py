@@ -43,7 +43,7 @@ def wrapped(finished: Finished) -> Finished:
             if handle and tokens_identify(request):
                 add_digest(handle, request.all_token_ids, block_size_tokens(scheduler))
         except (AttributeError, TypeError, OverflowError) as error:
-            _warn_once(type(error), str(error))
+            _warn_once(type(error).__name__, str(error))
         return keep, handle
 
     setattr(with_digest, PATCHED, True)
@@ -77,5 +77,5 @@ def block_size_tokens(scheduler: Any) -> int | None:
 
 
 @functools.cache
-def _warn_once(kind: type[Exception], message: str) -> None:
-    log.warning("kvloop plugin: no digest for a handle: %s: %s", kind.__name__, message)
+def _warn_once(kind: str, message: str) -> None:
+    log.warning("kvloop plugin: no digest for a handle: %s: %s", kind, message)

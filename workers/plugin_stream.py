@@ -23,15 +23,15 @@ KEY: Final = "kv_transfer_params"
 PATCHED: Final = "_kvloop_stream_handle"
 
 
-def install(*, force: bool = False) -> str:
-    """Wrap vLLM's two stream generators. With ``force`` even where vLLM sends the field itself (it would come twice)."""
+def install() -> str:
+    """Wrap vLLM's two stream generators, unless this vLLM sends the field itself."""
     from vllm.entrypoints.openai.chat_completion.protocol import (  # noqa: PLC0415 (vLLM is there only on a worker)
         ChatCompletionStreamResponse,
     )
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat  # noqa: PLC0415
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion  # noqa: PLC0415
 
-    if KEY in ChatCompletionStreamResponse.model_fields and not force:
+    if KEY in ChatCompletionStreamResponse.model_fields:
         return "this vLLM streams kv_transfer_params itself"
     chat = wrapped(OpenAIServingChat.chat_completion_stream_generator)
     completion = wrapped(OpenAIServingCompletion.completion_stream_generator)
