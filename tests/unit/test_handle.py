@@ -112,6 +112,16 @@ def test_a_handle_without_a_key_p_needs_is_refused(missing: str) -> None:
             read_publication(raw)
 
 
+def test_one_token_in_one_group_is_enough_to_keep() -> None:
+    kept = handle(remote_num_tokens=1, remote_block_ids=[[7], []])
+    assert (kept.tokens, kept.blocks_per_group) == (1, (1, 0))
+
+
+def test_without_a_context_parallel_size_one_is_meant() -> None:
+    raw = json.dumps({key: value for key, value in PUBLISHED.items() if key != "dcp_size"}).encode()
+    assert read_publication(raw).handle.tokens_per_block_may_vary is False
+
+
 def test_without_a_transfer_mode_pull_is_meant() -> None:
     """Workers before vLLM 0.32 know no other."""
     raw = json.dumps({key: value for key, value in PUBLISHED.items() if key != "transfer_mode"}).encode()
@@ -141,14 +151,15 @@ def test_any_json_is_a_handle_or_refused(value: str, key: str) -> None:
 SEQUENCE = proof.fingerprint(range(70))
 
 
+@pytest.mark.parametrize("block_size", [1, 32])
 @pytest.mark.parametrize("name", ["kvloop_digest", "kvloop\\u005fdigest"])
-def test_the_digest_is_read_and_never_reaches_p(name: str) -> None:
-    digest = json.dumps(proof.to_json(SEQUENCE) | {"block_size": 32})
+def test_the_digest_is_read_and_never_reaches_p(name: str, block_size: int) -> None:
+    digest = json.dumps(proof.to_json(SEQUENCE) | {"block_size": block_size})
     raw = RAW[:-1] + f', "{name}": {digest}}}'.encode()
     publication = read_publication(raw)
     assert publication.handle.raw == RAW
     assert publication.sequence == SEQUENCE
-    assert publication.block_size_tokens == 32
+    assert publication.block_size_tokens == block_size
 
 
 def test_a_digest_of_null_never_reaches_p_either() -> None:

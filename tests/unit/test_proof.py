@@ -84,6 +84,16 @@ def test_a_sequence_is_16_bytes_per_32_tokens_and_a_tail(ids: list[int]) -> None
     assert list(held.tail) == ids[len(ids) // CHUNK_TOKENS * CHUNK_TOKENS :]
 
 
+def test_gateways_and_workers_of_any_version_write_the_same() -> None:
+    """The plugin on D may be older than the gateway; whoever changes this has to raise the format's version."""
+    assert to_json(fingerprint(range(34))) == {
+        "v": 1,
+        "tokens": 34,
+        "chunks": "FHtehWCUDrP2v6C9gaE5YQ==",
+        "tail": [32, 33],
+    }
+
+
 @pytest.mark.parametrize("ids", [[-1], [2**32], [1.5], ["1"], [None]])
 def test_what_is_no_token_id_cannot_be_digested(ids: list[Any]) -> None:
     with pytest.raises((OverflowError, TypeError)):

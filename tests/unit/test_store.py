@@ -189,6 +189,14 @@ def test_a_turn_larger_than_the_whole_store_costs_nobody_else_a_handle() -> None
     assert store.take(key(1)) is not None
 
 
+def test_turns_may_fill_the_store_to_the_last_byte() -> None:
+    store = MemoryStore(max_conversations=10, max_bytes=2 * BASE_BYTES + 200)
+    assert store.put(key(1), turn(size=200 + BASE_BYTES)) == []
+    assert store.put(key(1), turn(size=100)) != []
+    assert store.put(key(2), turn(size=100)) == []
+    assert store.size_bytes == 2 * BASE_BYTES + 200
+
+
 @pytest.mark.parametrize(("now", "expired"), [(9.999, 0), (10.0, 1), (10.5, 1), (20.0, 2)])
 def test_hazard_6_a_turn_expires_at_its_deadline(now: float, expired: int) -> None:
     store = MemoryStore(max_conversations=10, max_bytes=10**6)
