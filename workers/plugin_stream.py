@@ -53,8 +53,8 @@ def wrapped(method: StreamMethod) -> StreamMethod:
         call = signature.bind(*args, **kwargs)
         handles: dict[int, dict[str, Any]] = {}
         choices = getattr(call.arguments["request"], "n", None) or 1
-        call.arguments["result_generator"] = _tap(call.arguments["result_generator"], choices, handles)
-        async with aclosing(method(*call.args, **call.kwargs)) as events:
+        tap = call.arguments["result_generator"] = _tap(call.arguments["result_generator"], choices, handles)
+        async with aclosing(tap), aclosing(method(*call.args, **call.kwargs)) as events:
             async for event in events:
                 yield add_handle(event, handles) if handles else event
 
@@ -62,7 +62,9 @@ def wrapped(method: StreamMethod) -> StreamMethod:
     return with_handles
 
 
-async def _tap(results: AsyncIterator[Any], choices: int, handles: dict[int, dict[str, Any]]) -> AsyncIterator[Any]:
+async def _tap(
+    results: AsyncIterator[Any], choices: int, handles: dict[int, dict[str, Any]]
+) -> AsyncGenerator[Any, None]:
     """Pass results through, noting in ``handles`` the handle of every choice that finishes, by its index.
 
     A result is a ``RequestOutput`` (chat) or a pair of prompt index and one (completions, where a request may carry

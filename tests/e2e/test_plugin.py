@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import MODEL
+from loop_client import MODEL
 
 from extproc.proof import fingerprint, from_json
 from workers.stack import Stack
