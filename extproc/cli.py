@@ -24,6 +24,7 @@ _COMMANDS: Final = {
     "worker": ("workers.launch", "run a vLLM prefill or decode worker"),
     "sim": ("workers.sim", "run simulated workers"),
     "demo": ("workers.demo", "play a multi-turn chat on real vLLM workers, reuse off and on"),
+    "bench": ("bench.cli", "measure: load, TTFT, peers, soak"),
 }
 
 
