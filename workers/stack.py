@@ -19,8 +19,10 @@ import os
 import secrets
 import socket
 import sys
+import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
 import grpc
@@ -41,7 +43,6 @@ from workers.supervision import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 Role = Literal["prefill", "decode", "extproc", "envoy"]
 WorkerRole = Literal["prefill", "decode"]
@@ -136,6 +137,8 @@ class Stack:
         self.options = options
         self.ports = Ports.free()
         self.secret = secrets.token_hex(16)
+        # vLLM leaves the sockets of its processes behind. Not in the run directory: socket paths have to be short.
+        self._scratch = tempfile.TemporaryDirectory(prefix="kvloop-", ignore_cleanup_errors=True)
         self._progress = progress
         self._components = {role: self._component(role) for role in ROLES}
 
@@ -178,6 +181,7 @@ class Stack:
     def start(self) -> None:
         """Start everything at once and return when a request can pass; raises ``StackError`` naming what failed."""
         self._write_envoy_configuration()
+        Path(self._scratch.name).mkdir(exist_ok=True)
         for component in self._components.values():
             component.start()
         self._wait_for(*ROLES)
@@ -188,6 +192,7 @@ class Stack:
     def stop(self) -> None:
         """Stop everything; harmless when nothing runs."""
         stop_all(list(self._components.values()))
+        self._scratch.cleanup()
 
     def check(self) -> None:
         """Raise ``StackError`` if a part that should run has died."""
@@ -395,7 +400,15 @@ class Stack:
             **changes,
         }
         command = worker_command(role, str(self.options.model), **arguments)
-        return command.argv, {**inherited_environment(), **command.env}
+        return command.argv, {**inherited_environment(), **command.env, **self._worker_environment()}
+
+    def _worker_environment(self) -> dict[str, str]:
+        return {
+            "TMPDIR": self._scratch.name,
+            # vLLM's helpers would be compiled at their first use, in the middle of a request: for nothing on a CPU, and
+            # only where there is a C++ compiler.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
 
     def _extproc_environment(self) -> dict[str, str]:
         return {

@@ -51,7 +51,7 @@ class Screen:
 
     def say(self, text: str = "", style: str | None = None) -> None:
         """Print a line (or several)."""
-        self.console.print(text, style=style, markup=False)
+        self.console.print(text, style=style, markup=False, soft_wrap=True)
 
     def progress(self, step: Progress) -> None:
         """Show where a component stands: a terminal gets a live line, a log gets changes and reminders."""
