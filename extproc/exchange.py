@@ -305,8 +305,7 @@ class Exchange:
             return None
         prefilled = legs.read_prefilled(result.body) if result.status == OK else None
         if prefilled is None:
-            self._conclude(Outcome.DECODE_ONLY, _failure(result))
-            return DecodeLeg(handles.DECODE_ALONE, ids_text)
+            return self._decode_alone(_failure(result), ids_text)
         if prompt_ids is not None and prefilled.prompt_ids != prompt_ids:
             return self._distrust(ids_text)
         self._conclude(Outcome.COLD, self.receipt.reason)
@@ -318,8 +317,12 @@ class Exchange:
 
     def _distrust(self, ids_text: bytes | None) -> DecodeLeg:
         self.pool.prompt_ids_differed = True
-        self._conclude(Outcome.DECODE_ONLY, Reason.PROMPT_IDS_DIFFER)
-        return DecodeLeg(handles.DECODE_ALONE, ids_text)
+        return self._decode_alone(Reason.PROMPT_IDS_DIFFER, ids_text)
+
+    def _decode_alone(self, reason: Reason, ids_text: bytes | None) -> DecodeLeg:
+        """Let D prefill by itself; if it has our plugin, its handle serves the next turn all the same."""
+        self._conclude(Outcome.DECODE_ONLY, reason)
+        return DecodeLeg(handles.DECODE_ALONE, ids_text) if self.pool.digest_seen else DecodeLeg()
 
     def _conclude(self, outcome: Outcome, reason: Reason | None) -> None:
         self.receipt.outcome, self.receipt.reason = outcome, reason
@@ -442,17 +445,18 @@ class Exchange:
     def _sequence(self, publication: handles.Publication, learned: Learned) -> proof.Sequence | None:
         """Return the tokens behind the handle: D's own digest, else the ids it streamed.
 
-        The last generated token has no KV yet. If the counts disagree some ids were withheld (hidden reasoning, say),
-        and only the prompt's are sure to be the leading ones.
+        The last generated token has no KV yet, or (asynchronous scheduling, after a stop) has it already; it never counts.
+        If the counts disagree otherwise some ids were withheld (hidden reasoning, say), and only the prompt's are sure to
+        be the leading ones.
         """
-        if publication.sequence is not None and publication.sequence.length == publication.handle.tokens:
+        if publication.sequence is not None:
             return publication.sequence
         if learned.prompt_ids is None:
             return None
         tokens = publication.handle.tokens
         ids = learned.prompt_ids + learned.generated_ids
         try:
-            return proof.fingerprint(ids[:tokens] if len(ids) - 1 == tokens else learned.prompt_ids[:tokens])
+            return proof.fingerprint(ids[:-1] if tokens in (len(ids) - 1, len(ids)) else learned.prompt_ids[:tokens])
         except (OverflowError, TypeError):
             return None
 

@@ -30,7 +30,11 @@ COLD_PREFILL: Final = b'{"do_remote_decode":true,"do_remote_prefill":false}'
 """Transfer parameters of a prefill leg without a handle: compute, then hold the KV for a D to read."""
 
 DECODE_ALONE: Final = b'{"do_remote_decode":false,"do_remote_prefill":false}'
-"""Transfer parameters of a decode-only turn: nothing to read, but publish a handle when done."""
+"""Transfer parameters of a decode-only turn: nothing to read, but publish a handle when done.
+
+Only for a D with our plugin. A stock D (0.32, 0.33) publishes the handle but never frees those blocks, not even when they
+are read or their time is over: its worker was not told of the request at its start.
+"""
 
 
 class HandleRefused(Exception):

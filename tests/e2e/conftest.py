@@ -43,6 +43,12 @@ def stack(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.
 
 
 @pytest.fixture
+def digest(stack: Stack) -> bool:
+    """Whether the running D's handles carry the plugin's digest."""
+    return bool(stack.options.decode["digest"])
+
+
+@pytest.fixture
 def gateway(stack: Stack) -> Gateway:
     stack.check()
     return Gateway(stack)

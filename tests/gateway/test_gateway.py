@@ -289,6 +289,7 @@ def test_hazard_14_a_parked_leg_is_given_up(start_gateway) -> None:
 
 @pytest.mark.parametrize("kind", [Kind.STATUS, Kind.RESET])
 def test_without_p_the_turn_is_served_by_d_and_the_next_one_reuses(gateway, kind: Kind) -> None:
+    gateway.new_chat().say("hello")  # so that the gateway knows what D can do
     chat = gateway.new_chat()
     strike(gateway, gateway.fleet.prefill, kind=kind, leg="prefill")
     first = chat.say(DOCUMENT)

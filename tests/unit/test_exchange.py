@@ -294,6 +294,7 @@ def test_hazard_14_a_parked_leg_ends_at_its_timeout(world: World) -> None:
 )
 def test_without_p_the_decode_worker_serves_alone(world: World, answer: dict[str, Any], reason: str) -> None:
     world.prefill = lambda _: world.answer(**answer)
+    world.pool.digest_seen = True
     seen = ask(world, response=world.response(final()))
     assert seen.decode["kv_transfer_params"] == {
         "do_remote_decode": False,
@@ -304,6 +305,16 @@ def test_without_p_the_decode_worker_serves_alone(world: World, answer: dict[str
     assert receipt_of(seen)["reason"] == reason
     # D's handle is as good as after a prefill leg.
     assert seen.receipt.captured == "kept"
+
+
+def test_a_stock_d_serves_alone_without_transfer_parameters_because_it_would_never_free_its_blocks(
+    world: World,
+) -> None:
+    world.prefill = lambda _: world.answer(503, b"no healthy upstream")
+    seen = ask(world)
+    assert receipt_of(seen)["outcome"] == "decode_only"
+    assert seen.decode == CHAT
+    assert seen.response_headers.watch is False
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
@@ -340,7 +351,7 @@ def test_a_p_that_prefilled_other_tokens_is_never_believed_again(world: World, o
     assert receipt_of(seen)["outcome"] == "decode_only"
     assert receipt_of(seen)["reason"] == "prompt_ids_differ"
     # P's KV is not used, not even for this turn.
-    assert seen.decode["kv_transfer_params"].get("do_remote_prefill") is False
+    assert "kv_transfer_params" not in seen.decode
     kept(world)
     assert receipt_of(ask(world))["reason"] == "prompt_ids_differ"
     assert len(world.store) == 1
@@ -467,7 +478,24 @@ def test_if_ids_were_withheld_only_the_prompt_counts(world: World) -> None:
     assert captured_turn(world).sequence == proof.fingerprint(PROMPT)
 
 
-@pytest.mark.parametrize("digest", [None, {"v": 2}, proof.to_json(proof.fingerprint([1, 2, 3]))])
+def test_a_digest_of_fewer_tokens_than_the_handle_holds_proves_those(world: World) -> None:
+    params = handle_params(210, digest_of=list(range(100)))
+    ask(world, response=world.response(sse({"choices": [], "kv_transfer_params": params})))
+    assert captured_turn(world).sequence.length == 100
+
+
+@pytest.mark.parametrize("computed", [102, 103])
+def test_the_last_token_never_counts_whether_d_computed_it_or_not(world: World, computed: int) -> None:
+    prompt = list(range(100))
+    chunks = sse(
+        {"choices": [], "prompt_token_ids": prompt},
+        {"choices": [{"token_ids": [1, 2, 3]}], "kv_transfer_params": handle_params(computed)},
+    )
+    ask(world, response=world.response(chunks))
+    assert captured_turn(world).sequence == proof.fingerprint([*prompt, 1, 2])
+
+
+@pytest.mark.parametrize("digest", [None, {"v": 2}, "x"])
 def test_a_handle_without_known_tokens_is_released(world: World, digest: Any) -> None:
     params = handle_params(210, kvloop_digest=digest)
     seen = ask(world, response=world.response(sse({"choices": [], "kv_transfer_params": params})))
