@@ -466,10 +466,13 @@ class Exchange:
             match event:
                 case ResponseHeaders():
                     yield ForwardResponseHeaders(watch=False)
-                case ResponseBody():
+                case ResponseBody(end_of_stream=end):
                     yield ForwardChunk()
+                    if end:
+                        return
                 case ResponseTrailers():
                     yield ForwardTrailers()
+                    return
                 case _:
                     raise EnvoyProtocolError(f"{type(event).__name__} arrived inside a response")
             event = yield from self._receive()
