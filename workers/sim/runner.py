@@ -70,7 +70,8 @@ class EngineRunner:
                     if token is None:
                         break
                     yield token
-                    await self._pause(self.timing.token_delay_seconds)
+                    if request.finish_reason is None:  # there is a next token to wait for
+                        await self._pause(self.timing.token_delay_seconds)
         finally:
             del self._ready[request]
             if request.state is not State.FINISHED:
