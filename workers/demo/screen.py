@@ -109,9 +109,9 @@ class Screen:
             answer = textwrap.shorten(row.answer, ANSWER_CHARACTERS, placeholder=" …")
             self.say(textwrap.indent(textwrap.fill(answer, LOG_WIDTH - 6), "     "))
 
-    def verdict(self, verdict: Verdict) -> None:
+    def verdict(self, verdict: Verdict, ttft_ratio_goal: float) -> None:
         """Print what the numbers amount to."""
-        for line in verdict.lines():
+        for line in verdict.lines(ttft_ratio_goal):
             self.say(line, style="bold" if verdict.exit_code == 0 else "bold red")
 
 
