@@ -603,9 +603,9 @@ def test_steering_headers_of_a_client_reach_nobody(gateway: Gateway, stage: Stag
     (seen,) = stage.decode_seen
     everyone = [seen.headers, *(exchange.headers for exchange in stage.exchanges)]
     forbidden = {name.lower() for name in STEERING} - {"x-kvloop-conversation"}
-    for headers in everyone:
-        assert headers["x-mine"] == "kept"
-        assert not forbidden & set(headers)
+    for seen_headers in everyone:
+        assert seen_headers["x-mine"] == "kept"
+        assert not forbidden & set(seen_headers)
         assert headers.get("x-kvloop-conversation") in (None, "none")
 
 
