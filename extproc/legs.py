@@ -48,16 +48,17 @@ PREFILL_FIELDS: Final[Mapping[str, FieldRule]] = {
     "top_logprobs": FieldRule("needs logprobs"),
     "logprob_token_ids": FieldRule("needs logprobs"),
     "prompt_logprobs": FieldRule("keeps P from using cached KV"),
-    "response_format": FieldRule("compiling a grammar for one thrown-away token"),
-    "structured_outputs": FieldRule("as response_format"),
-    "guided_json": FieldRule("as response_format"),
-    "guided_regex": FieldRule("as response_format"),
-    "guided_choice": FieldRule("as response_format"),
-    "guided_grammar": FieldRule("as response_format"),
+    "structured_outputs": FieldRule("compiling a grammar for one thrown-away token"),
+    "guided_json": FieldRule("as structured_outputs"),
+    "guided_regex": FieldRule("as structured_outputs"),
+    "guided_choice": FieldRule("as structured_outputs"),
+    "guided_grammar": FieldRule("as structured_outputs"),
     "echo": FieldRule("P's text is thrown away"),
     "return_token_ids": FieldRule("its prompt ids are checked, and tokenised for D as well", b"true"),
 }
-"""The prefill leg, field by field. ``tools``, ``tool_choice``, ``chat_template_kwargs`` and the like shape the prompt."""
+"""The prefill leg, field by field. ``tools``, ``tool_choice``, ``chat_template_kwargs`` and the like shape the prompt;
+so does ``response_format``, which some renderers (Kimi K3, Cohere) write into it.
+"""
 
 
 def plan_decode_alone(request: ApiRequest) -> Reason | None:
