@@ -15,6 +15,7 @@ MEASUREMENTS: Final = {
     "load": ("bench.load", "open-loop traffic through real Envoy, simulated workers: rates, latencies, CPU by process"),
     "peers": ("bench.peers", "the same load against the worker, Envoy alone, kvloop and other routers"),
     "soak": ("bench.soak.command", "a long seeded play with edits, forks, retries, restarts: never wrong KV"),
+    "store": ("bench.store", "memory and time of kept conversations, and of very large handles"),
 }
 
 

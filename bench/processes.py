@@ -25,8 +25,8 @@ class Usage:
     rss_mib: float
 
 
-def usage_of(pids: Iterable[int]) -> Usage:
-    """Add up the usage of processes; one that is gone counts nothing."""
+def usage_of(pids: Iterable[int | str]) -> Usage:
+    """Add up the usage of processes (``self`` is this one); one that is gone counts nothing."""
     ticks = pages = 0
     for pid in pids:
         try:
