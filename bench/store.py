@@ -195,4 +195,4 @@ def as_text(result: dict[str, Any]) -> str:
     )
     times = table(["conversations kept", "take us", "put us", "expire us"], operated)
     handles = table(["handle, tokens", "event, bytes", "total ms", "ms per MiB", "longest step ms"], handled)
-    return "\n\n".join([size, times, handles])
+    return f"{size}\n\n{times}\n\n{handles}"
