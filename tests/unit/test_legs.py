@@ -308,6 +308,10 @@ def test_anything_but_one_text_prompt_is_no_render(body: bytes) -> None:
     assert legs.read_rendered(body) is None
 
 
+def test_every_token_id_that_fits_32_bits_is_one() -> None:
+    assert legs.read_rendered(b'{"token_ids":[0,4294967295],"features":null}') == [0, 2**32 - 1]
+
+
 # --- P's answer -----------------------------------------------------------------------------------------------------
 
 

@@ -233,6 +233,21 @@ def test_hazard_38_a_stream_with_replaced_data_has_the_same_events(stream: bytes
     assert browser_events(b"".join(replaced) + rest) == [data for _ in browser_events(stream)]
 
 
+@pytest.mark.parametrize(
+    ("event", "data", "replaced"),
+    [
+        (b"data: x\n\n", b"a", b"data: a\n\n"),
+        (b"data:x\n\n", b"a", b"data:a\n\n"),
+        (b"data\n\n", b"a", b"data:a\n\n"),
+        (b"data:x\r\r", b"a\n b", b"data: a\rdata:  b\r\r"),
+        (b"data:x\rid: 1\rdata:y\n\n", b"a", b"id: 1\rdata:a\n\n"),
+        (b"data:x", b"a\nb", b"data:a\ndata:b"),
+    ],
+)
+def test_hazard_38_new_data_is_spelled_like_the_old(event: bytes, data: bytes, replaced: bytes) -> None:
+    assert replace_data(event, data) == replaced
+
+
 @given(streams())
 def test_replacing_data_by_itself_keeps_an_event_of_one_data_line(stream: bytes) -> None:
     for event in split([stream])[0]:
