@@ -70,6 +70,9 @@ DRAIN_SECONDS: Final = 5
 EXTPROC_GRACE_SECONDS: Final = 20.0
 """Draining and then releasing what is kept both take their time."""
 
+SOCKET_DIRECTORY_CHARACTERS: Final = 50
+"""A Unix socket's path has at most 107 characters; ``/kvloop-12345678/`` and vLLM's UUID take 53 of them."""
+
 START_TIMEOUT_SECONDS: Final = 300.0
 REQUEST_TIMEOUT_SECONDS: Final = 120.0
 PROBE_TIMEOUT_SECONDS: Final = 2.0
@@ -130,6 +133,11 @@ class Ports:
             return cls(*(each.getsockname()[1] for each in sockets))
 
 
+def socket_directory(temporary_directory: str) -> str:
+    """Return where the workers' sockets go: the directory given, unless their paths would be too long there."""
+    return temporary_directory if len(temporary_directory) <= SOCKET_DIRECTORY_CHARACTERS else "/tmp"  # noqa: S108
+
+
 class Stack:
     """P, D, ext_proc and Envoy as supervised processes. Not thread-safe; one owner starts and stops."""
 
@@ -137,8 +145,10 @@ class Stack:
         self.options = options
         self.ports = Ports.free()
         self.secret = secrets.token_hex(16)
-        # vLLM leaves the sockets of its processes behind. Not in the run directory: socket paths have to be short.
-        self._scratch = tempfile.TemporaryDirectory(prefix="kvloop-", ignore_cleanup_errors=True)
+        # vLLM leaves the sockets of its processes behind, so they get a directory that goes away with the stack.
+        self._scratch = tempfile.TemporaryDirectory(
+            prefix="kvloop-", dir=socket_directory(tempfile.gettempdir()), ignore_cleanup_errors=True
+        )
         self._progress = progress
         self._components = {role: self._component(role) for role in ROLES}
 

@@ -173,6 +173,18 @@ def test_worker_arguments_reach_the_launcher(tmp_path: Path, monkeypatch: pytest
     assert (decode["port"], decode["side_channel_port"]) == (built.ports.decode, built.ports.decode_side_channel)
 
 
+def test_the_workers_sockets_go_where_their_paths_are_short() -> None:
+    assert stacks.socket_directory("/short") == "/short"
+    assert stacks.socket_directory("/home/somebody" * 4) == "/tmp"  # noqa: S108
+
+
+def test_the_workers_temporary_files_go_away_with_the_stack(tmp_path: Path) -> None:
+    with FakeStack(options(tmp_path)) as started:
+        temporary = Path(environment(started, "decode")["TMPDIR"])
+        assert temporary.is_dir()
+    assert not temporary.exists()
+
+
 def test_nothing_is_left_after_a_stack(tmp_path: Path) -> None:
     with FakeStack(options(tmp_path)) as started:
         assert len(running(recorded(tmp_path))) == 4 * 3
