@@ -65,6 +65,9 @@ OK: Final = 200
 CLIENT_ERRORS: Final = frozenset({400, 401, 403, 404, 413, 422})
 """P's answers that are the client's to mend: passed on unchanged, and no decode leg is sent."""
 
+_LONGEST_LENGTH: Final = 18
+"""Digits of a content-length worth converting: an exabyte is too much in any case."""
+
 _HOP_BY_HOP: Final = frozenset(
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect", "host"}
 )
@@ -151,7 +154,11 @@ class Exchange:
             return None, False
         limit = self.settings.request_max_bytes
         announced = header(opening.headers, "content-length")
-        if announced is not None and announced.isdecimal() and int(announced) > limit:
+        if (
+            announced is not None
+            and announced.isdecimal()
+            and (len(announced) > _LONGEST_LENGTH or int(announced) > limit)
+        ):
             raise _too_large(limit)
         pieces: list[bytes] = []
         size = 0
@@ -175,7 +182,7 @@ class Exchange:
     def _route(self, request: ApiRequest) -> Generator[Effect, Any, DecodeLeg | None]:
         """Run the prefill leg; None when the client has been answered already."""
         encoding = header(self._headers, "content-encoding")
-        if encoding not in (None, "", "identity"):
+        if not _is_plain(encoding):
             raise ClientError(415, f"Content-Encoding {encoding} is not supported.", code="unsupported_encoding")
         alone = legs.plan_decode_alone(request)
         if alone is not None:
@@ -276,8 +283,9 @@ class Exchange:
             self.receipt.reason = _failure(result)
             return None
         if prefilled.prompt_ids != prompt_ids:
-            # P's KV mixes tokens nobody proved with the handle's. Nothing of it may be used.
-            return self._distrust(ids_text)
+            # P's KV mixes tokens nobody proved with the handle's. Nothing of it may be used, now or later.
+            self.pool.prompt_ids_differed = True
+            return self._decode_alone(Reason.PROMPT_IDS_DIFFER, ids_text)
         read = attachment.tokens if prefilled.cached_tokens is None else prefilled.cached_tokens
         # Short of the rest P's own cache had the start of it, and what was left was not worth a read to P.
         if attachment.tokens - read >= self.settings.min_reuse_tokens:
@@ -307,17 +315,13 @@ class Exchange:
         if prefilled is None:
             return self._decode_alone(_failure(result), ids_text)
         if prompt_ids is not None and prefilled.prompt_ids != prompt_ids:
-            return self._distrust(ids_text)
+            return self._decode_alone(Reason.PROMPT_IDS_DIFFER, ids_text)
         self._conclude(Outcome.COLD, self.receipt.reason)
         self.receipt.reused_tokens = 0
         self.receipt.prompt_tokens = None if prefilled.prompt_ids is None else len(prefilled.prompt_ids)
         if ids_text is None and prefilled.prompt_ids is not None and legs.is_text_only(request):
             ids_text = orjson.dumps(prefilled.prompt_ids)
         return DecodeLeg(prefilled.params, ids_text)
-
-    def _distrust(self, ids_text: bytes | None) -> DecodeLeg:
-        self.pool.prompt_ids_differed = True
-        return self._decode_alone(Reason.PROMPT_IDS_DIFFER, ids_text)
 
     def _decode_alone(self, reason: Reason, ids_text: bytes | None) -> DecodeLeg:
         """Let D prefill by itself; if it has our plugin, its handle serves the next turn all the same."""
@@ -407,6 +411,9 @@ class Exchange:
                     if end:
                         return
                 case ResponseTrailers():
+                    if fold.holds_bytes:
+                        # Too late to send them; an aborted answer is better than one that lacks its end unnoticed.
+                        raise EnvoyProtocolError("trailers ended a response that was still being held")
                     yield ForwardTrailers()
                     return
                 case _:
@@ -482,12 +489,16 @@ def _fold_for(event: ResponseHeaders, watch: Watch) -> TurnFold | None:
     """Choose how to read a response; None when there is nothing to read in it."""
     if header(event.headers, ":status") != str(OK) or event.end_of_stream:
         return None
-    if header(event.headers, "content-encoding") not in (None, "", "identity"):
+    if not _is_plain(header(event.headers, "content-encoding")):
         return None
     media_type = (header(event.headers, "content-type") or "").partition(";")[0].strip().lower()
     if media_type == "text/event-stream":
         return StreamedTurn(watch)
     return WholeTurn(watch) if media_type == "application/json" else None
+
+
+def _is_plain(content_encoding: str | None) -> bool:
+    return content_encoding is None or content_encoding.strip().lower() in ("", "identity")
 
 
 def _failure(result: LegResult) -> Reason:

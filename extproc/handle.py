@@ -140,17 +140,17 @@ def attach_cut(handle: Handle, blocks: int, block_size_tokens: int) -> bytes:
     return _edited(handle.raw, put={"remote_block_ids": cut, "remote_num_tokens": tokens})
 
 
-def whole_blocks(handle: Handle, proven_tokens: int, block_size_tokens: int | None) -> int:
-    """Return how many whole blocks a partial proof covers; 0 when this handle cannot be cut.
+def has_countable_blocks(handle: Handle) -> bool:
+    """Tell whether token positions map to blocks in the simple way: one group, every block equally long."""
+    return len(handle.blocks_per_group) == 1 and not handle.tokens_per_block_may_vary
 
-    With several block groups (hybrid models) or a block size that does not explain the handle's own block count, the
-    positions of tokens in blocks are not known, and a guess would be a wrong answer.
+
+def blocks_cover_tokens(handle: Handle, block_size_tokens: int) -> bool:
+    """Tell whether the handle lists exactly the blocks its tokens need (countable blocks only).
+
+    P takes what it needs from the *end* of the list, so one block more than needed would shift every token.
     """
-    if block_size_tokens is None or handle.tokens_per_block_may_vary or len(handle.blocks_per_group) != 1:
-        return 0
-    if -(-handle.tokens // block_size_tokens) != handle.blocks_per_group[0]:
-        return 0
-    return proven_tokens // block_size_tokens
+    return -(-handle.tokens // block_size_tokens) == handle.blocks_per_group[0]
 
 
 def release_params(handle: Handle) -> bytes:

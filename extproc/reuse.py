@@ -12,6 +12,7 @@ from extproc.receipt import Reason
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from extproc.handle import Handle
     from extproc.store import StoredTurn
 
 
@@ -33,20 +34,32 @@ def prove(
     would read the wrong blocks.
     """
     handle = turn.handle
+    doubt = _doubt_about_blocks(handle, block_size_tokens)
+    if doubt is not None:
+        return doubt
     proven = min(common_prefix(turn.sequence, prompt_ids), handle.tokens)
-    if proven == handle.tokens < len(prompt_ids):
-        if proven < min_tokens:
-            return Reason.TOO_SHORT
+    if proven == handle.tokens < len(prompt_ids) and proven >= min_tokens:
         return Attachment(handles.attach_whole(handle), proven, is_whole=True)
-    usable = min(proven, len(prompt_ids) - 1)
-    shortfall = Reason.HISTORY_DIFFERS if proven < min(turn.sequence.length, handle.tokens) else Reason.TOO_SHORT
-    if usable < min_tokens:
-        return shortfall
-    blocks = handles.whole_blocks(handle, usable, block_size_tokens)
-    if blocks == 0:
-        return Reason.CANNOT_CUT
-    assert block_size_tokens is not None  # noqa: S101 - or there would be no blocks
+    if block_size_tokens is None or not handles.has_countable_blocks(handle):
+        return _shortfall(turn, proven, len(prompt_ids), min_tokens)
+    blocks = min(proven, len(prompt_ids) - 1) // block_size_tokens
     tokens = blocks * block_size_tokens
-    if tokens < min_tokens:
-        return shortfall
-    return Attachment(handles.attach_cut(handle, blocks, block_size_tokens), tokens, is_whole=False)
+    if tokens >= min_tokens:
+        return Attachment(handles.attach_cut(handle, blocks, block_size_tokens), tokens, is_whole=False)
+    return _shortfall(turn, proven, len(prompt_ids), min_tokens)
+
+
+def _doubt_about_blocks(handle: Handle, block_size_tokens: int | None) -> Reason | None:
+    if not handles.has_countable_blocks(handle):
+        return None
+    if block_size_tokens is None:
+        return Reason.BLOCK_SIZE_UNKNOWN
+    return None if handles.blocks_cover_tokens(handle, block_size_tokens) else Reason.BLOCKS_UNEXPLAINED
+
+
+def _shortfall(turn: StoredTurn, proven: int, prompt_tokens: int, min_tokens: int) -> Reason:
+    """Name why so little is usable: the history, its length, or a handle that can only be used whole."""
+    if min(proven, prompt_tokens - 1) >= min_tokens and not handles.has_countable_blocks(turn.handle):
+        return Reason.CANNOT_CUT
+    known = min(turn.sequence.length, turn.handle.tokens)
+    return Reason.HISTORY_DIFFERS if proven < known else Reason.TOO_SHORT

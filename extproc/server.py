@@ -126,7 +126,8 @@ class Gateway:
         if receipt.reason is Reason.PROMPT_IDS_DIFFER:
             log.error(
                 "prompt_ids_differed",
-                fix="P ignores kv_transfer_params.prompt_token_ids; check its vLLM version. Reuse is off until restart.",
+                reuse_off=self.pool.prompt_ids_differed,
+                fix="P ignores kv_transfer_params.prompt_token_ids: check its vLLM version, then restart the gateway",
             )
         if receipt.captured == "loopback_host" and "loopback_host" not in self._warned:
             self._warned.add("loopback_host")
@@ -184,7 +185,7 @@ class Gateway:
             log.warning(
                 "block_size_unknown",
                 worker=wanted.upstream_address,
-                fix="set KVLOOP_DECODE_BLOCK_SIZE_TOKENS; until then a partly proven history is not reused",
+                fix="set KVLOOP_DECODE_BLOCK_SIZE_TOKENS; until then handles of this worker are not used",
             )
             return
         self.pool.learn_block_size(wanted.engine_id, tokens)

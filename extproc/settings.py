@@ -86,7 +86,7 @@ class GatewaySettings(BaseSettings):
         description="Fewer proven tokens are not worth a read; vLLM's kv_recompute_threshold, below which P skips it.",
     )
     decode_block_size_tokens: PositiveInt | None = Field(
-        None, description="D's KV block size, to cut a handle. Unset: taken from the plugin or from D's /metrics."
+        None, description="D's KV block size, to check and cut handles. Unset: from the plugin or D's /metrics."
     )
     single_host: bool = Field(
         default=False, description="Accept loopback addresses in handles. Only right when P and D share one machine."

@@ -61,6 +61,10 @@ class TurnFold(Protocol):
 
     learned: Learned
 
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether bytes of the response are held back until more of it arrives."""
+
     def feed(self, data: bytes, *, end: bool) -> bytes | None:
         """Take a chunk; return the bytes that replace it for the client, None if it goes as it came."""
 
@@ -73,6 +77,11 @@ class StreamedTurn:
         self._watch = watch
         self._splitter = EventSplitter(watch.event_max_bytes)
         self._hint = _ANY_HINT if watch.learn_token_ids else _TRANSFER_HINT
+
+    @property
+    def holds_bytes(self) -> bool:
+        """See ``TurnFold``."""
+        return self._splitter.holds_bytes
 
     def feed(self, data: bytes, *, end: bool) -> bytes | None:
         """Take a chunk, see ``TurnFold``; raises ``EventTooLarge``."""
@@ -113,6 +122,11 @@ class WholeTurn:
         self._watch = watch
         self._pieces: list[bytes] = []
         self._size = 0
+
+    @property
+    def holds_bytes(self) -> bool:
+        """See ``TurnFold``."""
+        return self._size > 0
 
     def feed(self, data: bytes, *, end: bool) -> bytes | None:
         """Take a chunk, see ``TurnFold``; raises ``ResponseTooLarge``."""

@@ -168,10 +168,15 @@ def _set_metadata(response: ProcessingResponse, metadata: Mapping[str, Any]) -> 
 
 
 def _headers(message: Any) -> Headers:
-    return tuple(
-        (header.key, (header.raw_value or header.value.encode()).decode("latin-1"))
-        for header in message.headers.headers
-    )
+    return tuple((header.key, _text(header.raw_value) or header.value) for header in message.headers.headers)
+
+
+def _text(raw: bytes) -> str:
+    """Read a header value; any byte string is one, UTF-8 most often."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")
 
 
 def _upstream_address(request: Any) -> str | None:

@@ -202,10 +202,15 @@ def test_a_proven_beginning_is_reused_in_whole_blocks(world: World) -> None:
     assert seen.releases == []
 
 
-@pytest.mark.parametrize("changes", [{"block_size_tokens": None}, {"block_size_tokens": 48}])
-def test_a_handle_that_cannot_be_cut_is_released(world: World, changes: dict[str, Any]) -> None:
-    kept(world, [*HELD[:130], 7, *HELD[131:]], **changes)
-    assert receipt_of(ask(world))["reason"] == "cannot_cut"
+@pytest.mark.parametrize(("block_size", "reason"), [(None, "block_size_unknown"), (48, "blocks_unexplained")])
+@pytest.mark.parametrize("held", [HELD, [*HELD[:130], 7, *HELD[131:]]], ids=["whole", "part"])
+def test_a_handle_whose_blocks_cannot_be_checked_is_released(
+    world: World, held: list[int], block_size: int | None, reason: str
+) -> None:
+    kept(world, held, block_size_tokens=block_size)
+    seen = ask(world)
+    assert receipt_of(seen)["reason"] == reason
+    assert [release.reason for release in seen.releases] == [reason]
 
 
 def test_the_block_size_may_come_from_settings(world: World) -> None:
@@ -357,11 +362,14 @@ def test_a_p_that_prefilled_other_tokens_is_never_believed_again(world: World, o
     assert len(world.store) == 1
 
 
-def test_a_cold_leg_that_prefilled_other_tokens_is_not_believed_either(world: World) -> None:
+def test_a_cold_leg_that_prefilled_other_tokens_is_not_used_but_condemns_nobody(world: World) -> None:
+    """Nothing was attached, so nothing can be poisoned; and a client must not be able to switch reuse off for all."""
     world.prefill = lambda _: prefilled(world, [1, 2])
     world.store.take(key_of())
     seen = ask(world, {"model": "m", "prompt": PROMPT}, path="/v1/completions")
+    assert receipt_of(seen)["outcome"] == "decode_only"
     assert receipt_of(seen)["reason"] == "prompt_ids_differ"
+    assert not world.pool.prompt_ids_differed
 
 
 def test_a_cold_p_that_returns_no_ids_leaves_tokenising_to_d(world: World) -> None:
@@ -626,6 +634,15 @@ def test_hazard_23_an_announced_oversize_is_refused_before_it_arrives(world: Wor
     assert seen.refused.status == 413
 
 
+def test_an_absurd_content_length_is_too_large(world: World) -> None:
+    headers = ((":method", "POST"), (":path", "/v1/completions"), ("content-length", "9" * 5000))
+    assert world.run([RequestHeaders(headers, end_of_stream=False, at=0)]).refused.status == 413
+
+
+def test_identity_is_no_encoding_in_any_case(world: World) -> None:
+    assert receipt_of(ask(world, content_encoding="Identity"))["outcome"] == "reused"
+
+
 def test_a_compressed_request_is_refused_rather_than_passed_unread(world: World) -> None:
     assert ask(world, content_encoding="gzip").refused.status == 415
 
@@ -684,6 +701,12 @@ def test_a_reply_by_an_earlier_filter_may_end_with_trailers(world: World) -> Non
 def test_response_trailers_end_a_watched_response(world: World) -> None:
     seen = ask(world, response=[*world.response(final())[:-1], ResponseTrailers(world.now)])
     assert isinstance(seen.answers[-1], ForwardTrailers)
+
+
+def test_hazard_31_trailers_cannot_end_a_held_answer_unnoticed(world: World) -> None:
+    for response in (world.response(b'{"a":', content_type="application/json"), world.response(b"data: {")):
+        with pytest.raises(EnvoyProtocolError):
+            ask(world, response=[*response[:-1], ResponseTrailers(world.now)])
 
 
 @pytest.mark.parametrize("misplaced", ["request", "response", "passed", "headers"])

@@ -18,11 +18,12 @@ from extproc.handle import (
     HandleRefused,
     attach_cut,
     attach_whole,
+    blocks_cover_tokens,
     cached_tokens,
+    has_countable_blocks,
     is_for_decode,
     read_publication,
     release_params,
-    whole_blocks,
     with_prompt_ids,
 )
 
@@ -227,27 +228,35 @@ def test_a_cut_keeps_the_first_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "proven", "block_size", "blocks"),
+    ("changes", "countable"),
     [
-        ({}, 70, 32, 2),
-        ({}, 64, 32, 2),
-        ({}, 63, 32, 1),
-        ({}, 31, 32, 0),
-        ({}, 70, None, 0),
-        ({}, 70, 16, 0),
-        ({}, 70, 64, 0),
-        ({"remote_block_ids": [[1, 2, 3, 4]]}, 70, 32, 0),
-        ({"remote_block_ids": [[1, 2, 3], [4, 5, 6]]}, 70, 32, 0),
-        ({"dcp_size": 2}, 70, 32, 0),
-        ({"dcp_size": None}, 70, 32, 2),
-        ({"remote_num_tokens": 96}, 96, 32, 3),
-        ({"remote_num_tokens": 97}, 96, 32, 0),
+        ({}, True),
+        ({"dcp_size": None}, True),
+        ({"dcp_size": 2}, False),
+        ({"remote_block_ids": [[1, 2, 3], [4, 5, 6]]}, False),
     ],
 )
-def test_a_handle_is_cut_only_where_the_places_of_tokens_are_known(
-    changes: dict[str, Any], proven: int, block_size: int | None, blocks: int
+def test_blocks_are_countable_in_one_group_without_context_parallelism(
+    changes: dict[str, Any], countable: bool
 ) -> None:
-    assert whole_blocks(handle(**changes), proven, block_size) == blocks
+    assert has_countable_blocks(handle(**changes)) is countable
+
+
+@pytest.mark.parametrize(
+    ("changes", "block_size", "covered"),
+    [
+        ({}, 32, True),
+        ({}, 16, False),
+        ({}, 64, False),
+        ({"remote_block_ids": [[1, 2, 3, 4]]}, 32, False),
+        ({"remote_num_tokens": 96}, 32, True),
+        ({"remote_num_tokens": 97}, 32, False),
+    ],
+)
+def test_a_handle_must_list_the_blocks_its_tokens_need_and_no_other(
+    changes: dict[str, Any], block_size: int, covered: bool
+) -> None:
+    assert blocks_cover_tokens(handle(**changes), block_size) is covered
 
 
 @pytest.mark.parametrize("params", [COLD_PREFILL, DECODE_ALONE, RAW, b"{}", b'{"prompt_token_ids":[9],"a":1}'])

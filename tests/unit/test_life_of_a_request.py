@@ -73,6 +73,10 @@ def test_life_of_a_request() -> None:
     assert b"[500]" not in first.client_body
     assert b'"content":"x"' in first.client_body
 
+    # A stock D does not say how long its KV blocks are; kvloop asks, to be able to check and cut its handles.
+    (question,) = first.learns
+    world.pool.learn_block_size(question.engine_id, BLOCK_SIZE)
+
     # Turn 2. P renders the prompt, the proof finds that it starts with exactly what D holds...
     world.prefill = prefill_worker(world, SECOND_PROMPT)
     world.render = lambda _: world.answer(200, {"token_ids": SECOND_PROMPT})
@@ -94,7 +98,6 @@ def test_life_of_a_request() -> None:
     edited = [*SECOND_PROMPT[:70], 9999, *SECOND_PROMPT[71:], 800]
     world.prefill = prefill_worker(world, edited)
     world.render = lambda _: world.answer(200, {"token_ids": edited})
-    world.pool.learn_block_size(handle_params(1)["remote_engine_id"], BLOCK_SIZE)
     third = world.run(
         [*world.request(chat(FOLLOW_UP), x_conversation_id="c1"), *world.response(decode_stream(edited, [900]))]
     )

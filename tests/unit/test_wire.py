@@ -48,9 +48,13 @@ def http_headers(*headers: HeaderValue, end_of_stream: bool = False) -> HttpHead
 
 
 def test_hazard_27_header_values_are_read_from_raw_value_first() -> None:
-    raw, plain = HeaderValue(key="a", raw_value=b"\xffx", value="no"), HeaderValue(key="b", value="v")
-    event = read(request_headers=http_headers(raw, plain, end_of_stream=True))
-    assert event == RequestHeaders((("a", "\xffx"), ("b", "v")), end_of_stream=True, at=AT)
+    headers = (
+        HeaderValue(key="a", raw_value=b"\xffx", value="no"),
+        HeaderValue(key="b", value="v"),
+        HeaderValue(key="c", raw_value="会話".encode()),
+    )
+    event = read(request_headers=http_headers(*headers, end_of_stream=True))
+    assert event == RequestHeaders((("a", "\xffx"), ("b", "v"), ("c", "会話")), end_of_stream=True, at=AT)
 
 
 def test_bodies_and_trailers_are_read() -> None:
