@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 MEASUREMENTS: Final = {
     "load": ("bench.load", "open-loop traffic through real Envoy, simulated workers: rates, latencies, CPU by process"),
     "peers": ("bench.peers", "the same load against the worker, Envoy alone, kvloop and other routers"),
+    "ttft": ("bench.ttft", "time to first token on real vLLM (CPU), cold and reused, and where it goes"),
     "soak": ("bench.soak.command", "a long seeded play with edits, forks, retries, restarts: never wrong KV"),
     "store": ("bench.store", "memory and time of kept conversations, and of very large handles"),
 }

@@ -35,6 +35,7 @@ PATH: Final = "/v1/chat/completions"
 SECOND: Final = 1.0
 OK: Final = 200
 COLD_PREFILL: Final = b'{"do_remote_decode":true,"do_remote_prefill":false}'
+LEGS: Final = ("render_ms", "prefill_ms")
 STAGGER_SECONDS: Final = 1.0
 """Places of a closed loop start within this time, not all at once."""
 
@@ -77,6 +78,8 @@ class Tally:
     reasons: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
+    legs: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in LEGS})
+    """What receipts say of our own calls to P, in seconds."""
     later_turns: int = 0
     """Turns that had a predecessor, so that something might have been reused."""
 
@@ -96,6 +99,9 @@ class Tally:
             self.reasons[receipt["reason"]] += 1
         for name in ("reused", "prompt", "held"):
             self.tokens[name] += int(receipt.get(name, 0))
+        for name, times in self.legs.items():
+            if name in receipt:
+                times.append(float(receipt[name]) / 1000)
         first = answer.first_event_at - due_at
         self.first_token.append(first)
         if outcome not in {Outcome.REUSED, Outcome.PARTIAL}:
@@ -267,6 +273,7 @@ class Traffic:
             "ttft_cold_ms": percentiles(tally.first_token_cold, scale=1000),
             "between_chunks_ms": percentiles(tally.between_chunks, scale=1000),
             "answer_ms": percentiles(tally.whole_answer, scale=1000),
+            **{name: percentiles(times, scale=1000) for name, times in tally.legs.items()},
             "late_ms": percentiles(tally.lateness, scale=1000),
             "outcomes": dict(tally.outcomes),
             "reasons": dict(tally.reasons),

@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import json
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,12 +24,13 @@ from bench.progress import ProgressLine
 from bench.results import machine, write_json
 from bench.run import run_traffic
 from bench.site import HOST, Site, SiteOptions
+from bench.statistics import percentiles
 from bench.tables import table
 from workers.supervision import StackError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 DECODE_TOKENS_PER_SECOND: Final = 100.0
 WARM_UP_TURNS: Final = 6
@@ -42,10 +44,12 @@ class Lengths:
     short_seconds: float
     long_seconds: float
     answer_tokens: tuple[int, int]
+    rounds: int = 1
+    """Each peer has its turn in every round, so that a noisy minute of the machine hits all of them."""
 
 
 QUICK: Final = Lengths(1.5, 2.5, (32, 96))
-FULL: Final = Lengths(8.0, 30.0, (64, 192))
+FULL: Final = Lengths(4.0, 10.0, (64, 192), rounds=3)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +72,8 @@ def main(args: argparse.Namespace) -> int:
     options = SiteOptions(decode_tokens_per_second=DECODE_TOKENS_PER_SECOND)
     with tempfile.TemporaryDirectory(prefix="kvloop-peers-") as directory, Site(Path(directory), options) as site:
         comparison = Comparison(site, lengths, args.concurrency, line.tell)
-        peers = [comparison.measure(peer) for peer in chosen]
+        rounds = [[comparison.measure(peer) for peer in chosen] for _ in range(lengths.rounds)]
+    peers = [joined(rows) for rows in zip(*rounds, strict=True)]
     line.end()
     result = {
         "quick": args.quick,
@@ -98,13 +103,13 @@ class Comparison:
         """Return a peer's row, or why it is absent."""
         row = {"name": peer.name, "about": peer.about, "does_both_legs": peer.does_both_legs}
         try:
-            return {**row, **self._measure(peer)}
+            return {**row, "runs": self._measure(peer)}
         except (PeerAbsentError, StackError) as error:
             return {**row, "absent": str(error)}
         finally:
             self.site.take_down()
 
-    def _measure(self, peer: Peer) -> dict[str, Any]:
+    def _measure(self, peer: Peer) -> list[dict[str, Any]]:
         site = self.site
         if peer.environment is not None:
             peer.environment.make(self.tell)
@@ -133,7 +138,8 @@ class Comparison:
                 )
             )
         ]
-        return as_row(*runs) | {key: site.total(key) - before[key] for key in MUST_BE_ZERO}
+        runs[1] |= {key: site.total(key) - before[key] for key in MUST_BE_ZERO}
+        return runs
 
     def profile(self, low: int, high: int, gap_seconds: float) -> dict[str, Any]:
         """Return a load with answers of ``low`` to ``high`` tokens."""
@@ -166,6 +172,38 @@ def warm_up(port: int, name: str) -> None:
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": " dede" * 10}]
 
 
+def joined(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a peer's row of all rounds: its measurements pooled, or why it is absent."""
+    first = dict(rows[0])
+    runs = first.pop("runs", None)
+    absent = next((row["absent"] for row in rows if row.get("absent")), None)
+    if runs is None or absent is not None:
+        return {**first, "absent": absent}
+    few, many = zip(*(row["runs"] for row in rows), strict=True)
+    return {
+        **first,
+        **as_row(pooled(few), pooled(many)),
+        **{key: sum(run[key] for run in many) for key in MUST_BE_ZERO},
+    }
+
+
+def pooled(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return several runs as one: counts added, times to first token pooled, other spreads averaged."""
+    total = dict(runs[0])
+    for key in ("turns", "failed", "chunks", "seconds", "generator_cpu_seconds"):
+        total[key] = sum(run[key] for run in runs)
+    for key in ("cpu_seconds", "outcomes"):
+        total[key] = dict(sum((Counter(run[key]) for run in runs), Counter()))
+    for key in ("between_chunks_ms", "late_ms", "render_ms", "prefill_ms", "rss_mib"):
+        names = {name for run in runs for name in run[key]}
+        found = {name: [run[key][name] for run in runs if name in run[key]] for name in names}
+        total[key] = {name: round(sum(values) / len(values), 3) for name, values in sorted(found.items())}
+    total["requests_per_second"] = total["turns"] / total["seconds"]
+    total["chunks_per_second"] = round(sum(run["chunks_per_second"] for run in runs) / len(runs))
+    total["ttft_ms"] = percentiles([each for run in runs for each in run["first_token_seconds"]], scale=1000)
+    return total
+
+
 def as_row(few: dict[str, Any], many: dict[str, Any]) -> dict[str, Any]:
     """Return what the table shows of two runs; CPU is of the peer's own processes, without the workers'."""
     cost = costs(few, many)
@@ -183,6 +221,8 @@ def as_row(few: dict[str, Any], many: dict[str, Any]) -> dict[str, Any]:
         "cpu_us_per_chunk_all_in": per(many["cpu_seconds"], many["chunks"], 1e6),
         "rss_mib": {name: round(mib, 1) for name, mib in many["rss_mib"].items()},
         "outcomes": many["outcomes"],
+        "render_ms": many["render_ms"],
+        "prefill_ms": many["prefill_ms"],
         "generator_share_of_a_core": round(many["generator_cpu_seconds"] / many["seconds"], 3),
         "late_ms": many["late_ms"],
     }

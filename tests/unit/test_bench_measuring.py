@@ -14,7 +14,7 @@ import pytest
 
 from bench.http_stream import Answer, Connections, post
 from bench.load import costs, is_good, per
-from bench.peers.command import as_row, as_text, with_added_time
+from bench.peers.command import as_row, as_text, joined, with_added_time
 from bench.peers.command import is_good as peers_are_good
 from bench.peers.fronts import LEGS
 from bench.peers.venvs import Environment, PeerAbsentError
@@ -166,7 +166,12 @@ def run(requests: int, chunks: int, first_ms: float = 5.0, **changes: Any) -> di
         "ttft_ms": {"p50": first_ms, "p99": 4 * first_ms},
         "between_chunks_ms": {},
         "late_ms": {},
-        "outcomes": {},
+        "render_ms": {},
+        "prefill_ms": {"p50": 2.0},
+        "outcomes": {"cold": requests},
+        "first_token_seconds": [first_ms / 1000] * requests,
+        "wrong_kv_turns": 0,
+        "handles_used_twice": 0,
         "generator_cpu_seconds": 0.1,
         "cpu_seconds": {"proxy": 0.001 * requests + 0.00004 * chunks, "workers": 1.0},
         "rss_mib": {"proxy": 30.0, "workers": 80.0},
@@ -189,6 +194,17 @@ def test_added_time_is_over_the_legs_own_in_the_same_run() -> None:
     rows = with_added_time([row(LEGS, 5.0), row("D", 1.0, both=False), row("kvloop", 7.5), absent])
     assert [each.get("added_ttft_ms") for each in rows] == [None, None, {"p50": 2.5, "p99": 10.0}, None]
     assert with_added_time([row("kvloop", 7.5)])[0].get("added_ttft_ms") is None
+
+
+def test_rounds_are_pooled() -> None:
+    calm = {"name": "kvloop", "runs": [run(100, 200), run(40, 4000, 5.0)]}
+    busy = {"name": "kvloop", "runs": [run(50, 100), run(20, 2000, 50.0, wrong_kv_turns=1, prefill_ms={"p50": 4.0})]}
+    one = joined([calm, busy])
+    assert (one["turns"], one["wrong_kv_turns"], one["outcomes"]) == (210, 1, {"cold": 60})
+    assert (one["ttft_ms"]["p50"], one["ttft_ms"]["p99"]) == (5.0, 50.0)
+    assert (one["us_per_chunk"], one["ms_per_request"]) == (40.0, 1.0)
+    assert one["prefill_ms"] == {"p50": 3.0}
+    assert joined([calm, {"name": "kvloop", "absent": "died"}]) == {"name": "kvloop", "absent": "died"}
 
 
 def test_absent_peers_are_named_and_kvloop_may_not_be_one() -> None:
