@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import secrets
 import shutil
 import tempfile
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 ANSWER_TOKENS: Final = 16
 LENGTHS: Final = (500, 1000, 2000, 4000)
 TRANSFER_SECONDS: Final = "vllm:nixl_xfer_time_seconds"
+RENDER_REQUESTS: Final = re.compile(r'^http_requests_total\{[^}]*handler="[^"]*/render"[^}]*\} (\S+)$', re.MULTILINE)
 METRICS_PATIENCE_SECONDS: Final = 15.0
 """vLLM tells its metrics with the next engine step, or some seconds later when it is idle."""
 
@@ -203,11 +205,10 @@ def _worker_counters(stack: Stack, transfers: float = 0) -> dict[str, float]:
         time.sleep(0.5)
 
 
-def _renders(stack: Stack) -> int:
-    """Return how many render calls Envoy's access log shows."""
-    log = stack.options.run_directory / "access.log"
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    return sum(json.loads(line).get("leg") == "render" for line in lines)
+def _renders(stack: Stack) -> float:
+    """Return how many render requests P has answered, by its own count."""
+    text = stack.request("GET", stack.url("prefill"), "/metrics").text
+    return sum(float(count) for count in RENDER_REQUESTS.findall(text))
 
 
 def _count_tokens(stack: Stack, text: str) -> int:
