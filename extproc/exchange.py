@@ -80,6 +80,14 @@ class StreamEnded(Exception):
     """Envoy closed the stream, or the client left. Thrown into the generator by the shell when it is cancelled."""
 
 
+class AnsweredEarly(Exception):
+    """The response began before the request had ended."""
+
+    def __init__(self, response: ResponseHeaders) -> None:
+        super().__init__()
+        self.response = response
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeLeg:
     """What D gets. Without ``params`` it is the client's plain request, and its answer needs no watching."""
@@ -96,6 +104,7 @@ class Exchange:
     pool: PoolKnowledge
     receipt: Receipt = field(default_factory=Receipt)
     _now: float = 0.0
+    _forwarded_at: float = 0.0
     _headers: Headers = ()
     _key: ConversationKey | None = None
     _unsent: StoredTurn | None = None
@@ -109,6 +118,9 @@ class Exchange:
             yield Refuse(error.status, error.body, metadata=self.receipt.metadata())
         except StreamEnded:
             pass
+        except Exception:
+            yield from self._release_unsent("failed")
+            raise
         yield from self._release_unsent("abandoned")
 
     def _serve(self) -> Generator[Effect, Any, None]:
@@ -119,7 +131,12 @@ class Exchange:
             return
         self._headers = opening.headers
         endpoint = find_endpoint(header(opening.headers, ":method") or "", header(opening.headers, ":path") or "")
-        body, had_trailers = yield from self._collect(opening)
+        try:
+            body, had_trailers = yield from self._collect(opening)
+        except AnsweredEarly as early:
+            # Envoy gave up on the upload (a time limit, say) and answers by itself.
+            yield from self._pass_response(early.response)
+            return
         if endpoint is None or body is None:
             yield ForwardRequest(body, had_trailers=had_trailers)
             yield from self._pass_response((yield from self._receive_response()))
@@ -130,6 +147,7 @@ class Exchange:
         if leg is None:
             return
         asked = leg.params is not None and self._wants_token_ids()
+        self._forwarded_at = self._now
         yield ForwardRequest(
             legs.decode_body(request, leg.params, leg.prompt_ids, ask_token_ids=asked),
             set_headers=self._decode_headers(leg),
@@ -174,6 +192,8 @@ class Exchange:
                         return b"".join(pieces), False
                 case RequestTrailers():
                     return b"".join(pieces), True
+                case ResponseHeaders():
+                    raise AnsweredEarly(event)
                 case _:
                     raise EnvoyProtocolError(f"{type(event).__name__} arrived inside a request")
 
@@ -272,12 +292,16 @@ class Exchange:
         self, request: ApiRequest, attachment: Attachment, prompt_ids: list[int] | None, ids_text: bytes | None
     ) -> Generator[Effect, Any, DecodeLeg | None]:
         """Let P read the handle; None when the turn has to be tried again without it."""
-        self._unsent = None
+        turn, self._unsent = self._unsent, None
         body = legs.prefill_body(request, attachment.params, ids_text)
         result = yield from self._call(
             Leg.PREFILL, request.endpoint.path, body, self.settings.reuse_timeout_seconds, attempt="reuse"
         )
         self.receipt.prefill_ms = result.elapsed_seconds * 1000
+        if result.status in CLIENT_ERRORS:
+            # P's front refused the request, so its engine read nothing and never will: D need not wait for it.
+            self._unsent = turn
+            yield from self._release_unsent("refused")
         prefilled = legs.read_prefilled(result.body) if result.status == OK else None
         if prefilled is None:
             self.receipt.reason = _failure(result)
@@ -326,7 +350,7 @@ class Exchange:
     def _decode_alone(self, reason: Reason, ids_text: bytes | None) -> DecodeLeg:
         """Let D prefill by itself; if it has our plugin, its handle serves the next turn all the same."""
         self._conclude(Outcome.DECODE_ONLY, reason)
-        return DecodeLeg(handles.DECODE_ALONE, ids_text) if self.pool.digest_seen else DecodeLeg()
+        return DecodeLeg(handles.DECODE_ALONE, ids_text) if self.pool.plugin_everywhere else DecodeLeg()
 
     def _conclude(self, outcome: Outcome, reason: Reason | None) -> None:
         self.receipt.outcome, self.receipt.reason = outcome, reason
@@ -435,7 +459,8 @@ class Exchange:
             # P would look for D on its own machine; not even a release would find it.
             self.receipt.captured = "loopback_host"
             return
-        self.pool.digest_seen = publication.sequence is not None
+        if legs.is_text_only(request):  # the plugin leaves other turns without a digest
+            self.pool.note_handle(has_digest=publication.sequence is not None)
         sequence = self._sequence(publication, learned)
         ruled_out = self._reuse_ruled_out(request)
         if self._key is None or ruled_out is not None or sequence is None:
@@ -444,7 +469,13 @@ class Exchange:
             return
         if publication.block_size_tokens is None and self.pool.block_size_tokens(handle.engine_id) is None and upstream:
             yield LearnBlockSize(handle.engine_id, upstream)
-        deadline = self._now + self.settings.handle_ttl_seconds - self.settings.handle_margin_seconds
+        # D's clock started when it finished, which nobody told us: a client that reads slowly may have held the finish
+        # chunk back for minutes. It cannot have finished before it had the request.
+        deadline = self._forwarded_at + self.settings.handle_ttl_seconds - self.settings.handle_margin_seconds
+        if deadline <= self._now:
+            self.receipt.captured = "released"
+            yield Release(handle, request.model, "expired")
+            return
         turn = StoredTurn(handle, sequence, publication.block_size_tokens, request.model, deadline)
         yield Keep(self._key, turn)
         self.receipt.captured = "kept"

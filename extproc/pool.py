@@ -14,12 +14,24 @@ class PoolKnowledge:
     """Mutable, belongs to one event loop.
 
     ``digest_seen``: D's last handle carried our plugin's digest, so token ids need not be asked for.
+    ``stock_seen``: some D's handle did not, so not every D is known to have the plugin.
     ``prompt_ids_differed``: a P prefilled other tokens than it was told; nothing is attached until restart.
     """
 
     digest_seen: bool = False
+    stock_seen: bool = False
     prompt_ids_differed: bool = False
     _block_sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def plugin_everywhere(self) -> bool:
+        """Whether every D seen so far has our plugin."""
+        return self.digest_seen and not self.stock_seen
+
+    def note_handle(self, *, has_digest: bool) -> None:
+        """Learn from a handle what the D behind it can do."""
+        self.digest_seen = has_digest
+        self.stock_seen |= not has_digest
 
     def block_size_tokens(self, engine_id: str) -> int | None:
         """Return the engine's KV block size in tokens, None while unknown."""

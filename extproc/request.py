@@ -16,6 +16,9 @@ from extproc.endpoints import Dialect, Endpoint
 from extproc.errors import ClientError
 
 FORBIDDEN_FIELDS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
+MAX_MEMBERS: Final = 10_000
+"""Each costs 250 bytes and a microsecond or two on every leg, in front of
+everybody else; OpenAI's and vLLM's request models have about a hundred."""
 EXTRA_ARGUMENTS_FIELD: Final = "vllm_xargs"
 """vLLM merges this object into the sampling parameters' extra arguments, where the fields above would count."""
 
@@ -64,6 +67,9 @@ def parse_request(endpoint: Endpoint, body: bytes) -> ApiRequest:
         raise ClientError(400, f"The request body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ClientError(400, "The request body must be a JSON object.", code="invalid_json")
+    # Every member has a colon of its own, and counting those costs next to nothing.
+    if body.count(b":") > MAX_MEMBERS and splice.has_more_members(body, MAX_MEMBERS):
+        raise ClientError(400, f"The request has more than {MAX_MEMBERS} members.", code="too_many_members")
     return _without_forbidden_fields(endpoint, body, fields)
 
 
@@ -83,13 +89,17 @@ def _without_forbidden_fields(endpoint: Endpoint, body: bytes, fields: dict[str,
     start = splice.object_start(body)
     assert start is not None  # noqa: S101 - the body parsed to a dict
     removed = 0
-    cleared = body
-    # From the end, so that offsets before the edited place stay true.
-    for member in reversed(splice.members(body, start)):
+    # One pass, however many there are: each edit of its own would copy the whole text.
+    pieces: list[bytes] = []
+    previous_end = 0
+    for member in splice.members(body, start):
         if member.key == EXTRA_ARGUMENTS_FIELD and splice.is_object(body, member.value_start):
-            cleared, count = _cleared(cleared, member.value_start)
+            value, count = _cleared(body[member.value_start : member.end], 0)
+            pieces += (body[previous_end : member.value_start], value)
+            previous_end = member.end
             removed += count
-    cleared, count = _cleared(cleared, start)
+    pieces.append(body[previous_end:])
+    cleared, count = _cleared(b"".join(pieces), start)
     removed += count
     if not removed:
         return ApiRequest(endpoint, body, fields, 0)

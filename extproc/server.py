@@ -165,9 +165,15 @@ class Gateway:
     async def _release_for_ever(self) -> None:
         while True:
             release = await self._releases.get()
-            freed = await self._client.release(release, _RELEASE_TIMEOUT_SECONDS)
+            try:
+                freed = await self._client.release(release, _RELEASE_TIMEOUT_SECONDS)
+            except Exception:
+                # One bad release must not end expiry and all other releases with it.
+                log.exception("release_failed")
+                freed = False
+            finally:
+                self._releases.task_done()
             self.metrics.released(release.reason, "freed" if freed else "failed")
-            self._releases.task_done()
 
     async def _expire_for_ever(self) -> None:
         while True:
@@ -182,11 +188,13 @@ class Gateway:
     async def _learn_block_size(self, wanted: LearnBlockSize) -> None:
         tokens = await self._client.block_size_tokens(wanted.upstream_address)
         if tokens is None:
-            log.warning(
-                "block_size_unknown",
-                worker=wanted.upstream_address,
-                fix="set KVLOOP_DECODE_BLOCK_SIZE_TOKENS; until then handles of this worker are not used",
-            )
+            if wanted.engine_id not in self._warned:
+                self._warned.add(wanted.engine_id)
+                log.warning(
+                    "block_size_unknown",
+                    worker=wanted.upstream_address,
+                    fix="set KVLOOP_DECODE_BLOCK_SIZE_TOKENS; until then handles of this worker are not used",
+                )
             return
         self.pool.learn_block_size(wanted.engine_id, tokens)
 
@@ -207,7 +215,8 @@ def main(_: argparse.Namespace) -> int:
 async def serve(settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT, then drain: finish running streams, release kept handles. Raises ConfigError."""
     secret = settings.worker_secret.get_secret_value() if settings.worker_secret else None
-    async with WorkersClient(settings.prefill_url, secret) as client:
+    api_key = settings.worker_api_key.get_secret_value() if settings.worker_api_key else None
+    async with WorkersClient(settings.prefill_url, secret=secret, api_key=api_key) as client:
         gateway = Gateway(settings, client)
         server, health_servicer = _grpc_server(gateway, settings)
         admin = await _start_admin(gateway, settings)

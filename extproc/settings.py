@@ -45,6 +45,9 @@ class GatewaySettings(BaseSettings):
         None,
         description="Shared secret sent to workers on both legs; the worker guard refuses kv_transfer_params without it.",
     )
+    worker_api_key: SecretStr | None = Field(
+        None, description="Key the gateway's own requests (releases) carry, for workers that run with --api-key."
+    )
 
     # --- whose turn is this ---------------------------------------------------------------------------------
     conversation_headers: tuple[str, ...] = Field(
@@ -79,7 +82,7 @@ class GatewaySettings(BaseSettings):
         480.0, description="The workers' decoder_kv_blocks_ttl (vLLM's default is 480)."
     )
     handle_margin_seconds: PositiveFloat = Field(
-        30.0, description="A handle is dropped this long before D frees it, to cover the prefill leg's own queueing."
+        30.0, description="A handle is dropped this long before D may free it, to cover the prefill leg's own queueing."
     )
     min_reuse_tokens: PositiveInt = Field(
         64,
@@ -128,6 +131,12 @@ class GatewaySettings(BaseSettings):
             msg = (
                 f"handle_margin_seconds ({self.handle_margin_seconds}) must be below handle_ttl_seconds"
                 f" ({self.handle_ttl_seconds}), or no handle would ever be used"
+            )
+            raise ValueError(msg)
+        if self.reuse_timeout_seconds > self.handle_margin_seconds:
+            msg = (
+                f"reuse_timeout_seconds ({self.reuse_timeout_seconds}) must not be above handle_margin_seconds"
+                f" ({self.handle_margin_seconds}), or P could still read when D has let go"
             )
             raise ValueError(msg)
         return self

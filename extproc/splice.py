@@ -44,19 +44,28 @@ def object_start(data: bytes) -> int | None:
 
 def members(data: bytes, start: int) -> list[Member]:
     """List the members of the object whose ``{`` stands at ``start``, duplicates included, in order."""
-    found: list[Member] = []
+    return list(iterate_members(data, start))
+
+
+def has_more_members(data: bytes, limit: int) -> bool:
+    """Tell whether the outermost object has more members than ``limit``; looks at no more of them than that."""
+    start = object_start(data)
+    return start is not None and any(number >= limit for number, _ in enumerate(iterate_members(data, start)))
+
+
+def iterate_members(data: bytes, start: int) -> Iterator[Member]:
+    """Yield what ``members`` lists."""
     at = _skip_space(data, start + 1)
     while data[at] == _QUOTE:
         key_end = _end_of_string(data, at)
         colon = _skip_space(data, key_end)
         value_start = _skip_space(data, colon + 1)
         end = _end_of_value(data, value_start)
-        found.append(Member(orjson.loads(data[at:key_end]), at, value_start, end))
+        yield Member(orjson.loads(data[at:key_end]), at, value_start, end)
         at = _skip_space(data, end)
         if data[at] != _COMMA:
-            break
+            return
         at = _skip_space(data, at + 1)
-    return found
 
 
 def elements(data: bytes, start: int) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,8 @@
 """What is kept between turns: one handle per conversation, taken at most once, gone in time.
 
-``MemoryStore`` is pure: it reads no clock. Its order of insertion is its order of expiry, because every turn lives
-equally long, so each operation costs the same with ten conversations as with a hundred thousand.
+``MemoryStore`` is pure: it reads no clock. Its order of insertion stands for its order of expiry, because every turn lives
+equally long but for the time its answer took, so each operation costs the same with ten conversations as with a hundred
+thousand. A turn may thus be cleared a little after its deadline; whoever takes one checks.
 """
 
 from __future__ import annotations

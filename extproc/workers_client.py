@@ -22,15 +22,20 @@ _BLOCK_SIZE: Final = re.compile(r'^vllm:cache_config_info\{.*?\bblock_size="(\d+
 class WorkersClient:
     """One connection pool for all exchanges of a process. Use as an async context manager."""
 
-    def __init__(self, prefill_url: str, secret: str | None) -> None:
+    def __init__(self, prefill_url: str, *, secret: str | None = None, api_key: str | None = None) -> None:
         self._prefill_url = prefill_url
         self._secret: Headers = () if secret is None else ((names.SECRET, secret),)
+        self._own_key: Headers = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
     async def __aenter__(self) -> Self:
         # Envoy balances and limits; a limit of our own would only hide a queue in front of it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
         self._session = aiohttp.ClientSession(
-            connector=connector, skip_auto_headers=("Accept-Encoding", "User-Agent"), trust_env=False
+            connector=connector,
+            skip_auto_headers=("Accept-Encoding", "User-Agent"),
+            trust_env=False,
+            # The session serves every client: a cookie a worker (or a proxy before it) sets for one is not another's.
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
         return self
 
@@ -48,6 +53,8 @@ class WorkersClient:
                     data=call.body,
                     headers=list(call.headers + self._secret),
                     timeout=aiohttp.ClientTimeout(total=None),
+                    # Elsewhere neither the secret nor the prompt has any business.
+                    allow_redirects=False,
                 ) as response,
             ):
                 body = await response.read()
@@ -70,6 +77,8 @@ class WorkersClient:
         headers: Headers = (
             ("content-type", "application/json"),
             (names.LEG, Leg.RELEASE),
+            # No client stands behind a release, so no client's key does.
+            *self._own_key,
         )
         body = legs.release_body(release.handle, release.model)
         result = await self.call(Call(Leg.RELEASE, legs.RELEASE_PATH, headers, body, timeout_seconds))

@@ -265,11 +265,13 @@ def test_client_errors_come_back_in_openai_style(gateway: Gateway, body: Any, st
 
 def test_hazard_06_an_expired_handle_is_not_sent(gateway: Gateway) -> None:
     stack = gateway.stack
-    stack.restart_extproc({"KVLOOP_HANDLE_TTL_SECONDS": "2", "KVLOOP_HANDLE_MARGIN_SECONDS": "1"})
+    short = {"TTL": "4", "MARGIN": "2"}
+    settings = {f"KVLOOP_HANDLE_{name}_SECONDS": value for name, value in short.items()}
+    stack.restart_extproc({**settings, "KVLOOP_REUSE_TIMEOUT_SECONDS": "2"})
     try:
         conversation, history = fresh(), [user(DOCUMENT)]
         history += [assistant(gateway.chat(history, conversation).text), user("Go on.")]
-        time.sleep(1.2)
+        time.sleep(2.2)
         late = gateway.chat(history, conversation)
     finally:
         stack.restart_extproc()

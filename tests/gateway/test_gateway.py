@@ -410,7 +410,11 @@ def test_hazard_13_a_restarted_d_is_forgotten_as_soon_as_it_speaks(start_gateway
 
 def test_hazard_06_expiry_frees_the_store_and_d(start_gateway) -> None:
     gateway = start_gateway(
-        extproc_env={"KVLOOP_HANDLE_TTL_SECONDS": "2", "KVLOOP_HANDLE_MARGIN_SECONDS": "1.5"},
+        extproc_env={
+            "KVLOOP_HANDLE_TTL_SECONDS": "2",
+            "KVLOOP_HANDLE_MARGIN_SECONDS": "1.5",
+            "KVLOOP_REUSE_TIMEOUT_SECONDS": "1",
+        },
     )
     chat = gateway.new_chat()
     chat.say(DOCUMENT)

@@ -380,6 +380,25 @@ def test_a_cold_p_that_returns_no_ids_leaves_tokenising_to_d(world: World) -> No
     assert "prompt" not in receipt_of(seen)
 
 
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_a_handle_p_refused_to_look_at_is_released(world: World, status: int) -> None:
+    """A bad field in turn 2 must not pin turn 1's blocks on D for the whole TTL: P's engine never saw the handle."""
+    world.prefill = lambda _: world.answer(status, {"error": {}})
+    seen = ask(world, response=[])
+    assert seen.refused.status == status
+    assert [release.reason for release in seen.releases] == ["refused"]
+
+
+def test_a_turn_taken_but_never_sent_is_released_when_the_exchange_fails(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extproc.exchange.prove", lambda *_, **__: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        ask(world)
+    assert len(world.store) == 0
+    assert [release.reason for release in world.released] == ["failed"]
+
+
 # --- what the workers are told ------------------------------------------------------------------------------------
 
 
@@ -559,6 +578,21 @@ def test_parameters_that_are_no_handle_are_stripped_and_named(world: World, chan
     assert b"kv_transfer_params" not in seen.client_body
 
 
+def test_hazard_06_a_handle_s_time_counts_from_when_d_got_the_request(world: World) -> None:
+    """D's clock starts when it finishes, and a client that reads slowly can hold the finish chunk back for minutes."""
+    response = world.response(final())
+    late = [dataclasses.replace(event, at=world.now + 100) for event in response]
+    ask(world, response=late)
+    assert captured_turn(world).deadline == world.now + 450
+
+
+def test_hazard_06_a_handle_that_may_be_dead_on_arrival_is_released(world: World) -> None:
+    late = [dataclasses.replace(event, at=world.now + 450) for event in world.response(final())]
+    seen = ask(world, response=late)
+    assert seen.receipt.captured == "released"
+    assert [release.reason for release in seen.releases] == ["expired"]
+
+
 def test_a_newer_turn_supersedes_the_kept_one_and_releases_it(world: World) -> None:
     events = world.request(CHAT, x_conversation_id="c1")
     world.run([*events, *world.response(final(210))])
@@ -703,6 +737,14 @@ def test_response_trailers_end_a_watched_response(world: World) -> None:
     assert isinstance(seen.answers[-1], ForwardTrailers)
 
 
+def test_envoy_s_own_answer_to_a_stalled_upload_passes(world: World) -> None:
+    request = world.request(CHAT, x_conversation_id="c1")[:2]
+    seen = world.run([*request, *world.response(b"{}", status="408", content_type="application/json")])
+    assert seen.response_headers == ForwardResponseHeaders(watch=False)
+    assert seen.client_body == b"{}"
+    assert len(world.store) == 1
+
+
 def test_hazard_31_trailers_cannot_end_a_held_answer_unnoticed(world: World) -> None:
     for response in (world.response(b'{"a":', content_type="application/json"), world.response(b"data: {")):
         with pytest.raises(EnvoyProtocolError):
@@ -713,7 +755,7 @@ def test_hazard_31_trailers_cannot_end_a_held_answer_unnoticed(world: World) -> 
 def test_messages_out_of_order_abort_the_stream(world: World, misplaced: str) -> None:
     request, response = world.request(CHAT, x_conversation_id="c1"), world.response(b"x")
     events = {
-        "request": [request[0], response[0]],
+        "request": [request[0], request[0]],
         "response": [*request, response[0], request[0]],
         "passed": [response[0], request[0]],
         "headers": [*request, response[1]],

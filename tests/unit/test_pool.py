@@ -39,3 +39,15 @@ def test_an_engine_that_says_its_block_size_again_makes_nobody_forgotten() -> No
     pool.learn_block_size("9999", 32)
     assert pool.block_size_tokens("0") == 16
     assert pool.block_size_tokens("9999") == 32
+
+
+def test_one_stock_worker_is_enough_to_count_on_no_plugin() -> None:
+    """A stock D never frees the blocks of a turn it prefilled by itself, so none may be asked to."""
+    pool = PoolKnowledge()
+    assert not pool.plugin_everywhere
+    pool.note_handle(has_digest=True)
+    assert pool.plugin_everywhere
+    pool.note_handle(has_digest=False)
+    pool.note_handle(has_digest=True)
+    assert pool.digest_seen
+    assert not pool.plugin_everywhere

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from strategies import Pairs, json_objects, json_texts, keys, objects_of, pairs, spelled
 
+from extproc import splice
 from extproc.endpoints import CHAT, COMPLETIONS, ENDPOINTS, Endpoint
 from extproc.errors import ClientError
 from extproc.request import FORBIDDEN_FIELDS, ApiRequest, has_non_text_content, is_true, parse_request
@@ -276,3 +277,25 @@ def test_any_json_is_judged_without_an_exception(text: str) -> None:
     request = parse_request(CHAT, json.dumps({"messages": [{"content": [part]}], "prompt": part}).encode())
     assert has_non_text_content(request.fields) in (True, False)
     assert request.token_id_prompt is None
+
+
+def test_clearing_copies_the_body_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy for each of thousands of forbidden fields would hold up every other client."""
+    edited: list[int] = []
+    real = splice.edit
+    monkeypatch.setattr(splice, "edit", lambda data, *args, **kw: edited.append(len(data)) or real(data, *args, **kw))
+    body = b'{"messages":[]' + b',"vllm_xargs":{"kv_transfer_params":1}' * 500 + b"}"
+    assert parse_request(CHAT, body).forbidden_fields_removed == 500
+    assert sum(edited) < 5 * len(body)
+
+
+def test_a_body_of_countless_members_is_refused() -> None:
+    """Each costs memory and time on each leg, in front of everybody else."""
+    with pytest.raises(ClientError) as refused:
+        parse_request(CHAT, b'{"messages":[]' + b',"a":1' * 10_000 + b"}")
+    assert (refused.value.status, refused.value.code) == (400, "too_many_members")
+
+
+def test_colons_in_text_are_no_members() -> None:
+    text = b'{"messages":[{"role":"user","content":"' + b":" * 20_000 + b'"}]}'
+    assert parse_request(CHAT, text).raw == text

@@ -130,6 +130,7 @@ class World:
     now: float = 1000.0
     render: Worker | None = None
     prefill: Worker | None = None
+    released: list[Release] = field(default_factory=list)
 
     def answer(self, status: int, body: Any, **fields: Any) -> LegResult:
         """A worker's answer at the present time."""
@@ -175,6 +176,7 @@ class World:
                 ]
             case Release():
                 seen.releases.append(effect)
+                self.released.append(effect)
             case LearnBlockSize():
                 seen.learns.append(effect)
             case ForwardChunk(data):

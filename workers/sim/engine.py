@@ -445,7 +445,8 @@ class Engine:
         elif self._used.get(request_id) == "used":
             self.counters.handles_used_twice += 1
         else:
-            self.counters.handles_used_late += 1
+            # A late release reads nothing; vLLM only counts it.
+            self.counters.handles_used_late += read
 
     def _free_retained(self, kept: OrderedDict[str, Retained], request_id: str, why: str) -> None:
         self.pool.release(kept.pop(request_id).blocks)
