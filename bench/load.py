@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SHORT_ANSWER_TOKENS: Final = 2
+SHORT_GAP_SECONDS: Final = 0.1
+SHORT_CONCURRENCY: Final = 4
 SHORT_RUN_SHARE: Final = 0.3
 """Length of the first run (short answers), of the profile's own."""
 
@@ -109,7 +111,7 @@ class Load:
     def profile(self, profile: dict[str, Any]) -> dict[str, Any]:
         """Run a profile: warm up, short answers, then the profile itself."""
         self._run(profile, seconds=3.0, seed=self.seed + 2, max_turns=WARM_UP_TURNS, what="warm-up")
-        short = {**profile, "answer_tokens": {"constant": SHORT_ANSWER_TOKENS}, "gap_seconds": {"constant": 0.05}}
+        short = with_short_answers(profile)
         few = self._run(
             short, seconds=max(2.0, self.seconds * SHORT_RUN_SHARE), seed=self.seed + 1, what="short answers"
         )
@@ -163,6 +165,13 @@ def profile_json(name: str) -> dict[str, Any]:
     return quantities | {key: value for key, value in arrivals.items() if value is not None}
 
 
+def with_short_answers(profile: dict[str, Any]) -> dict[str, Any]:
+    """Return the profile's prompts with the shortest answers, a few conversations at a time, so that turns are many."""
+    prompts = {key: profile[key] for key in ("turns", "first_prompt_tokens", "next_prompt_tokens")}
+    answers = {"answer_tokens": {"constant": SHORT_ANSWER_TOKENS}, "gap_seconds": {"constant": SHORT_GAP_SECONDS}}
+    return {**prompts, **answers, "concurrency": SHORT_CONCURRENCY}
+
+
 def scaled(profile: dict[str, Any], scale: float) -> dict[str, Any]:
     """Return the profile with more or fewer arrivals."""
     rate, places = profile.get("conversations_per_second"), profile.get("concurrency")
@@ -172,8 +181,13 @@ def scaled(profile: dict[str, Any], scale: float) -> dict[str, Any]:
 
 
 def costs(few: dict[str, Any], many: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return each process' CPU milliseconds per request and microseconds per chunk, from two runs (module docstring)."""
-    found = {}
+    """Return each process' CPU milliseconds per request and microseconds per chunk, from two runs (module docstring).
+
+    Empty when one of them was too short to tell.
+    """
+    found: dict[str, dict[str, float]] = {}
+    if few["turns"] * many["chunks"] == many["turns"] * few["chunks"]:
+        return found
     for name, cpu_seconds in many["cpu_seconds"].items():
         first = (few["cpu_seconds"][name], few["turns"], few["chunks"])
         request, chunk = two_costs(first, (cpu_seconds, many["turns"], many["chunks"]))
@@ -212,7 +226,7 @@ def is_good(result: dict[str, Any]) -> bool:
 def as_text(result: dict[str, Any]) -> str:
     """Return the result for people."""
     ttft, gaps, late = result["ttft_ms"], result["between_chunks_ms"], result["generator"]["late_ms"]
-    cost = result.get("cost", {})
+    cost = result.get("cost")
     rows = [
         [
             name,

@@ -209,7 +209,7 @@ def pooled(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def as_row(few: dict[str, Any], many: dict[str, Any]) -> dict[str, Any]:
     """Return what the table shows of two runs; CPU is of the peer's own processes, without the workers'."""
     cost = costs(few, many)
-    cost.pop("workers")
+    cost.pop("workers", None)
     return {
         "turns": few["turns"] + many["turns"],
         "failed": few["failed"] + many["failed"],

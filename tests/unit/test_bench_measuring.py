@@ -182,6 +182,7 @@ def run(requests: int, chunks: int, first_ms: float = 5.0, **changes: Any) -> di
 def test_costs_are_by_process() -> None:
     assert costs(run(100, 200), run(40, 4000))["proxy"] == {"ms_per_request": 1.0, "us_per_chunk": 40.0}
     assert per({"proxy": 0.5}, 1000, 1e6) == {"proxy": 500.0}
+    assert costs(run(0, 0), run(40, 4000)) == {}
 
 
 def row(name: str, first_ms: float, *, both: bool = True, **changes: Any) -> dict[str, Any]:
