@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -70,6 +72,8 @@ def _play_all(turns: int, seed: int, jobs: int) -> list[dict[str, Any]]:
     if jobs == 1:
         return [_play(turns, seed, tells=True)]
     share = -(-turns // jobs)
+    # Leaving by way of the pool's exit ends the processes, too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         return pool.starmap(_play, [(share, seed + job, job == 0) for job in range(jobs)])
 
