@@ -34,13 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvloop", description="Carry KV from turn to turn between vLLM workers.")
     parser.add_argument("--version", action="version", version=f"kvloop {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, summary) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
-        if argv[:1] == [name]:
-            importlib.import_module(module).add_arguments(command)
-    args = parser.parse_args(argv)
-    module, _ = _COMMANDS[args.command]
     try:
+        for name, (module, summary) in _COMMANDS.items():
+            command = commands.add_parser(name, help=summary, description=summary)
+            if argv[:1] == [name]:
+                importlib.import_module(module).add_arguments(command)
+        args = parser.parse_args(argv)
+        module, _ = _COMMANDS[args.command]
         return int(importlib.import_module(module).main(args))
     except ConfigError as error:
         print(f"kvloop: {error}", file=sys.stderr)

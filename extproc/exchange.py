@@ -115,7 +115,7 @@ class Exchange:
             yield from self._serve()
         except ClientError as error:
             self.receipt.outcome, self.receipt.reason = Outcome.REFUSED, Reason.CLIENT_ERROR
-            yield Refuse(error.status, error.body, metadata=self.receipt.metadata())
+            yield self._refusal(error.status, error.body, "application/json")
         except StreamEnded:
             pass
         except Exception:
@@ -318,7 +318,9 @@ class Exchange:
             self._conclude(Outcome.REUSED, None)
         else:
             self._conclude(Outcome.PARTIAL, Reason.HISTORY_DIFFERS)
-        self.receipt.reused_tokens = read
+        # P counts what its own prefix cache had, too; no more than what was attached can have come from D.
+        self.receipt.reused_tokens = min(read, attachment.tokens)
+        self.receipt.cached_tokens = prefilled.cached_tokens
         self.receipt.prompt_tokens = len(prefilled.prompt_ids or ())
         return DecodeLeg(prefilled.params, ids_text)
 
@@ -332,8 +334,7 @@ class Exchange:
         self.receipt.prefill_ms = (self.receipt.prefill_ms or 0.0) + result.elapsed_seconds * 1000
         if result.status in CLIENT_ERRORS:
             self._conclude(Outcome.REFUSED, Reason.CLIENT_ERROR)
-            content_type = (("content-type", result.content_type),)
-            yield Refuse(result.status, result.body, content_type, self.receipt.metadata())
+            yield self._refusal(result.status, result.body, result.content_type)
             return None
         prefilled = legs.read_prefilled(result.body) if result.status == OK else None
         if prefilled is None:
@@ -342,10 +343,15 @@ class Exchange:
             return self._decode_alone(Reason.PROMPT_IDS_DIFFER, ids_text)
         self._conclude(Outcome.COLD, self.receipt.reason)
         self.receipt.reused_tokens = 0
+        self.receipt.cached_tokens = prefilled.cached_tokens
         self.receipt.prompt_tokens = None if prefilled.prompt_ids is None else len(prefilled.prompt_ids)
         if ids_text is None and prefilled.prompt_ids is not None and legs.is_text_only(request):
             ids_text = orjson.dumps(prefilled.prompt_ids)
         return DecodeLeg(prefilled.params, ids_text)
+
+    def _refusal(self, status: int, body: bytes, content_type: str) -> Refuse:
+        headers = (("content-type", content_type), (names.RECEIPT, self.receipt.header_value()))
+        return Refuse(status, body, headers, self.receipt.metadata())
 
     def _decode_alone(self, reason: Reason, ids_text: bytes | None) -> DecodeLeg:
         """Let D prefill by itself; if it has our plugin, its handle serves the next turn all the same."""

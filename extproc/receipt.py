@@ -11,11 +11,11 @@ class Outcome(StrEnum):
     """How the request was served."""
 
     REUSED = "reused"
-    """P read everything the previous turn left on D."""
+    """Everything the previous turn left on D was attached, and P did not compute it."""
     PARTIAL = "partial"
     """P read the proven part of it."""
     COLD = "cold"
-    """P computed the whole prompt."""
+    """P got no handle: what its own cache did not have, it computed."""
     DECODE_ONLY = "decode_only"
     """D computed the prompt by itself."""
     REFUSED = "refused"
@@ -75,6 +75,7 @@ class Receipt:
     conversation: str | None = None
     forbidden_fields_removed: int = 0
     captured: str | None = None
+    cached_tokens: int | None = None
 
     def header_value(self) -> str:
         """Return the receipt as an RFC 9651 dictionary, for the response header."""
@@ -97,6 +98,8 @@ class Receipt:
             "reused": self.reused_tokens,
             "prompt": self.prompt_tokens,
             "held": self.held_tokens,
+            # Only worth a word where P's own prefix cache took part.
+            "cached": None if self.cached_tokens == self.reused_tokens else self.cached_tokens,
             "render_ms": _rounded(self.render_ms),
             "prefill_ms": _rounded(self.prefill_ms),
         }

@@ -328,7 +328,8 @@ def test_p_s_client_errors_reach_the_client_unchanged_and_no_decode_leg_is_sent(
     world.prefill = lambda _: world.answer(status, body, content_type="application/json; charset=utf-8")
     seen = ask(world)
     assert (seen.refused.status, seen.refused.body) == (status, body)
-    assert seen.refused.headers == (("content-type", "application/json; charset=utf-8"),)
+    assert seen.refused.headers[0] == ("content-type", "application/json; charset=utf-8")
+    assert "outcome=refused, reason=client_error" in dict(seen.refused.headers)["x-kvloop-receipt"]
     assert not any(isinstance(answer, ForwardRequest) for answer in seen.answers)
     assert seen.receipt.outcome is Outcome.REFUSED
 
@@ -341,6 +342,14 @@ def test_a_p_that_computed_the_tokens_itself_is_a_failed_read(world: World) -> N
 def test_a_p_whose_own_cache_had_most_of_it_is_no_failed_read(world: World) -> None:
     world.prefill = lambda _: prefilled(world, remote_prefill_cached_tokens=len(HELD) - 63)
     assert receipt_of(ask(world))["outcome"] == "reused"
+
+
+def test_what_p_s_own_cache_had_is_not_counted_as_reused(world: World) -> None:
+    world.prefill = lambda _: prefilled(world, remote_prefill_cached_tokens=len(PROMPT) - 1)
+    seen = receipt_of(ask(world))
+    assert (seen["reused"], seen["cached"]) == (str(len(HELD)), str(len(PROMPT) - 1))
+    cold = receipt_of(ask(world))
+    assert (cold["outcome"], cold["reused"], cold["cached"]) == ("cold", "0", str(len(PROMPT) - 1))
 
 
 def test_a_p_that_does_not_count_is_believed(world: World) -> None:

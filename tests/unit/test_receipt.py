@@ -31,6 +31,7 @@ milliseconds = st.none() | st.floats(0, 10**8)
         counts,
         milliseconds,
         milliseconds,
+        cached_tokens=counts,
     )
 )
 def test_any_receipt_is_a_structured_field_with_what_is_known(receipt: Receipt) -> None:
@@ -43,6 +44,7 @@ def test_any_receipt_is_a_structured_field_with_what_is_known(receipt: Receipt) 
         "reused": receipt.reused_tokens,
         "prompt": receipt.prompt_tokens,
         "held": receipt.held_tokens,
+        "cached": None if receipt.cached_tokens == receipt.reused_tokens else receipt.cached_tokens,
         "render_ms": None if receipt.render_ms is None else round(receipt.render_ms, 1),
         "prefill_ms": None if receipt.prefill_ms is None else round(receipt.prefill_ms, 1),
     }
