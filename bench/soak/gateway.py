@@ -37,7 +37,7 @@ from extproc.events import (
     Take,
     header,
 )
-from extproc.exchange import Exchange, StreamEnded
+from extproc.exchange import CLIENT_ERRORS, Exchange, StreamEnded
 from extproc.pool import PoolKnowledge
 from extproc.store import MemoryStore
 from workers.sim.api_request import ApiError
@@ -79,17 +79,22 @@ class Served:
 class Handles:
     """Every handle that left a gateway, to prove by the requests themselves that none left twice."""
 
-    sent: dict[tuple[str, str], int] = field(default_factory=dict)
+    sent: set[tuple[str, str]] = field(default_factory=set)
     sent_twice: int = 0
 
-    def note(self, body: bytes) -> None:
-        """Look at a leg's body, and count the decode worker's handle in it, if any."""
+    def note(self, body: bytes) -> tuple[str, str] | None:
+        """Look at a leg's body, and count the decode worker's handle in it; return its name, if there is one."""
         if b'"remote_request_id"' not in body:
-            return
+            return None
         params = orjson.loads(body)["kv_transfer_params"]
-        key = (params["remote_engine_id"], params["remote_request_id"])
-        self.sent_twice += key in self.sent
-        self.sent[key] = 1
+        name = (params["remote_engine_id"], params["remote_request_id"])
+        self.sent_twice += name in self.sent
+        self.sent.add(name)
+        return name
+
+    def refused(self, name: tuple[str, str]) -> None:
+        """Forget a handle whose request the worker's front refused: its engine never saw it, so it may be released."""
+        self.sent.discard(name)
 
 
 class Replica:
@@ -211,8 +216,7 @@ class Replica:
 
     def _call(self, call: Call) -> Generator[simpy.Event, Any, LegResult]:
         started = self.env.now
-        if call.leg is not Leg.RENDER:
-            self.handles.note(call.body)
+        handle = None if call.leg is Leg.RENDER else self.handles.note(call.body)
         worker = min((each for each in self.prefill if each.is_up), key=lambda _: self.dice.random(), default=None)
         yield self.env.timeout(self.dice.uniform(0, 2 * HOP_SECONDS))
         status, body, error = 503, b"", ""
@@ -231,6 +235,8 @@ class Replica:
                 answer = answering.value  # type: ignore[assignment] # simpy leaves it open
             status, body = answer
             error = "" if status else ("unreachable" if answering.processed else "timeout")
+        if handle is not None and status in CLIENT_ERRORS:
+            self.handles.refused(handle)
         return LegResult(status, body, at=self.env.now, elapsed_seconds=self.env.now - started, error=error)
 
     def _learn_block_size(self, engine_id: str) -> Generator[simpy.Event, Any, None]:
