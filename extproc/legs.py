@@ -163,14 +163,11 @@ def read_prefilled(body: bytes) -> Prefilled | None:
         return None
     if not isinstance(answer, dict) or not handles.is_for_decode(answer.get("kv_transfer_params")):
         return None
-    start = splice.object_start(body)
-    assert start is not None  # noqa: S101 - the text parsed to a dict
-    member = next(m for m in reversed(splice.members(body, start)) if m.key == "kv_transfer_params")
     choices = answer.get("choices")
     first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     ids = answer.get("prompt_token_ids")
     return Prefilled(
-        params=body[member.value_start : member.end],
+        params=splice.raw_value(body, "kv_transfer_params"),
         prompt_ids=_token_ids(first.get("prompt_token_ids") if ids is None else ids),
         cached_tokens=handles.cached_tokens(answer["kv_transfer_params"]),
     )

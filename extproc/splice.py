@@ -68,6 +68,17 @@ def iterate_members(data: bytes, start: int) -> Iterator[Member]:
         at = _skip_space(data, at + 1)
 
 
+def raw_value(data: bytes, key: str) -> bytes:
+    """Return the text of the outermost object's member ``key``, as parsers read it: the last one counts.
+
+    The text must be an object that has such a member.
+    """
+    start = object_start(data)
+    assert start is not None  # noqa: S101 - the caller parsed it to a dict
+    member = next(member for member in reversed(members(data, start)) if member.key == key)
+    return data[member.value_start : member.end]
+
+
 def elements(data: bytes, start: int) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of each element of the array whose ``[`` stands at ``start``."""
     at = _skip_space(data, start + 1)

@@ -158,7 +158,7 @@ def _take_out(text: bytes, watch: Watch, learned: Learned, *, keep_null: bool) -
 
 def _learn(message: dict[str, Any], text: bytes, learned: Learned) -> None:
     if isinstance(message.get(_TRANSFER_KEY), dict):
-        learned.published = _raw_value(text, _TRANSFER_KEY)
+        learned.published = splice.raw_value(text, _TRANSFER_KEY)
     elif _TRANSFER_KEY in message:
         learned.null_transfer_seen = True
     for holder in (message, *_choices(message)):
@@ -231,10 +231,3 @@ def _shows_ids(choice: dict[str, Any]) -> bool:
 def _choices(message: dict[str, Any]) -> list[dict[str, Any]]:
     choices = message.get("choices")
     return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
-
-
-def _raw_value(text: bytes, key: str) -> bytes:
-    start = splice.object_start(text)
-    assert start is not None  # noqa: S101 - the text parsed to a dict
-    member = next(member for member in reversed(splice.members(text, start)) if member.key == key)
-    return text[member.value_start : member.end]
