@@ -223,9 +223,8 @@ def every_upstream_healthy(admin_port: int) -> bool:
         status, body = get(admin_port, "/clusters?format=json")
     except OSError:
         return False
-    clusters = json.loads(body)["cluster_statuses"] if status == http.client.OK else []
-    hosts = [host for cluster in clusters for host in cluster.get("host_statuses", [])]
-    return bool(hosts) and all(set(host["health_status"]) <= {"eds_health_status"} for host in hosts)
+    health = envoy_binary.read_upstream_health(body) if status == http.client.OK else {}
+    return bool(health) and all(health.values())
 
 
 def envoy_stats(admin_port: int, prefix: str) -> dict[str, int]:

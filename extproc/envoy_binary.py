@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -71,3 +72,13 @@ def _complaint(output: str) -> str:
         half = COMPLAINT_MAX_CHARACTERS // 2
         words = f"{words[:half]} ... {words[-half:]}"
     return words or "Envoy refused it without a word"
+
+
+def read_upstream_health(clusters: str) -> dict[int, bool]:
+    """Return, by port, whether Envoy holds an upstream for healthy, given its ``/clusters?format=json``."""
+    return {
+        # A host in good health has its EDS status alone; every failed check adds a member.
+        host["address"]["socket_address"]["port_value"]: set(host["health_status"]) <= {"eds_health_status"}
+        for cluster in json.loads(clusters)["cluster_statuses"]
+        for host in cluster.get("host_statuses", [])
+    }

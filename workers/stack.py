@@ -332,13 +332,7 @@ class Stack:
             status, body = self._get(self.url("envoy"), "/clusters?format=json")
         except OSError:
             return {}
-        clusters = json.loads(body)["cluster_statuses"] if status == http.client.OK else []
-        return {
-            # A host in good health has its EDS status alone; every failed check adds a member.
-            host["address"]["socket_address"]["port_value"]: set(host["health_status"]) <= {"eds_health_status"}
-            for cluster in clusters
-            for host in cluster.get("host_statuses", [])
-        }
+        return envoy_binary.read_upstream_health(body) if status == http.client.OK else {}
 
     def _answers(self, base_url: str, path: str) -> bool:
         try:

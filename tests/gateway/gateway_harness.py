@@ -412,12 +412,7 @@ class Gateway:
             status, body = self._get(self.admin_port, "/clusters?format=json")
         except OSError:
             return {}
-        statuses = json.loads(body)["cluster_statuses"] if status == http.client.OK else []
-        return {
-            host["address"]["socket_address"]["port_value"]: set(host["health_status"]) <= {"eds_health_status"}
-            for cluster in statuses
-            for host in cluster.get("host_statuses", [])
-        }
+        return envoy_binary.read_upstream_health(body) if status == http.client.OK else {}
 
     def _answers(self, port: int, path: str) -> bool:
         try:
