@@ -1,8 +1,8 @@
-"""The gRPC service Envoy talks to: it performs what an ``Exchange`` asks for, and nothing else.
+"""The service Envoy talks to: it performs what an ``Exchange`` asks for, and nothing else.
 
-One coroutine per HTTP request. It ends in three ways: the exchange is done; Envoy closed or cancelled the stream (a client
-left: our own call to P is dropped with it); or something was wrong, and then the stream is *aborted*: ending it with OK
-while Envoy still waits for body pieces would hand a mutilated request to the worker.
+One ``ProcessStream`` per HTTP request. It ends in three ways: the exchange is done; Envoy closed or reset the stream (a
+client left: our own call to P is dropped with it); or something was wrong, and then the stream is *aborted*: ending it
+with OK while Envoy still waits for body pieces would hand a mutilated request to the worker.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import asyncio
 import contextlib
 import signal
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-import grpc
 import structlog
 import uvloop
 from aiohttp import web
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from extproc import wire
 from extproc.errors import ConfigError, EnvoyProtocolError
 from extproc.events import Call, Effect, Keep, LearnBlockSize, Receive, Release, Take
 from extproc.exchange import Exchange, StreamEnded
+from extproc.grpc_server import GrpcServer, Responder, Status
 from extproc.log import configure_logging
 from extproc.metrics import Metrics
 from extproc.pool import PoolKnowledge
@@ -38,9 +38,11 @@ from extproc.workers_client import WorkersClient
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from extproc.store import Dropped
+    from extproc.events import Event, LegResult
+    from extproc.identity import ConversationKey
+    from extproc.store import Dropped, StoredTurn
 
-SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+PROCESS_PATH: Final = b"/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 _RELEASES_AT_ONCE: Final = 4
 _RELEASES_WAITING: Final = 10_000
 _RELEASE_TIMEOUT_SECONDS: Final = 10.0
@@ -62,65 +64,26 @@ class Gateway:
         self._errands: set[asyncio.Task[None]] = set()
         self._warned: set[str] = set()
 
-    async def process(self, _: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-        """Serve one ext_proc stream (``ExternalProcessor.Process``, raw message bytes both ways)."""
-        exchange = Exchange(self.settings, self.pool)
-        run = exchange.run()
-        self.metrics.began()
-        try:
-            await self._drive(run, context)
-        except asyncio.CancelledError:
-            self._abandon(run)
-            raise
-        except (EnvoyProtocolError, EventTooLarge, ResponseTooLarge) as error:
-            log.warning("stream_aborted", error=type(error).__name__, detail=str(error))
-            await context.abort(grpc.StatusCode.INTERNAL, type(error).__name__)
-        except Exception as error:
-            self._abandon(run)
-            log.exception("stream_failed")
-            await context.abort(grpc.StatusCode.INTERNAL, type(error).__name__)
-        finally:
-            self._finish(exchange)
+    def serve(self, responder: Responder) -> ProcessStream:
+        """Serve one ext_proc stream (``ExternalProcessor.Process``)."""
+        return ProcessStream(self, responder)
 
-    async def _drive(self, run: Generator[Effect, Any, None], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-        with contextlib.suppress(StopIteration):
-            effect = next(run)
-            while True:
-                effect = run.send(await self._perform(effect, context))
+    async def call(self, call: Call) -> LegResult:
+        """Perform a leg."""
+        result = await self._client.call(call)
+        self.metrics.leg(call, result)
+        return result
 
-    async def _perform(self, effect: Effect, context: grpc.aio.ServicerContext[bytes, bytes]) -> Any:
-        match effect:
-            case Receive():
-                message = await context.read()
-                now = time.monotonic()
-                return wire.ended(now) if message is grpc.aio.EOF else wire.read(message, now)
-            case Call():
-                result = await self._client.call(effect)
-                self.metrics.leg(effect, result)
-                return result
-            case Take(key):
-                return self.store.take(key)
-            case Keep(key, turn):
-                self._release_dropped(self.store.put(key, turn))
-            case Release():
-                self._enqueue(effect)
-            case LearnBlockSize():
-                self._run_errand(self._learn_block_size(effect))
-            case answer:
-                for message in wire.write(answer):
-                    await context.write(message)
-        return None
+    def keep(self, key: ConversationKey, turn: StoredTurn) -> None:
+        """Keep a turn, and release what it displaces."""
+        self._release_dropped(self.store.put(key, turn))
 
-    def _abandon(self, run: Generator[Effect, Any, None]) -> None:
-        """Let the exchange clean up after itself; all it may still ask for is a release."""
-        with contextlib.suppress(StopIteration, StreamEnded):
-            effect = run.throw(StreamEnded())
-            while True:
-                if isinstance(effect, Release):
-                    self._enqueue(effect)
-                effect = run.send(None)
+    def learn_block_size(self, wanted: LearnBlockSize) -> None:
+        """Find out a block size in the background."""
+        self._run_errand(self._learn_block_size(wanted))
 
-    def _finish(self, exchange: Exchange) -> None:
+    def finished(self, exchange: Exchange) -> None:
+        """Count an exchange out, and say what somebody should know of it."""
         receipt = exchange.receipt
         self.metrics.finished(receipt)
         if receipt.reason is Reason.PROMPT_IDS_DIFFER:
@@ -154,9 +117,10 @@ class Gateway:
     def _release_dropped(self, dropped: list[Dropped]) -> None:
         for drop in dropped:
             if drop.reason != "engine_gone":
-                self._enqueue(Release(drop.turn.handle, drop.turn.model, drop.reason))
+                self.release(Release(drop.turn.handle, drop.turn.model, drop.reason))
 
-    def _enqueue(self, release: Release) -> None:
+    def release(self, release: Release) -> None:
+        """Have D free a handle's blocks, in the background."""
         try:
             self._releases.put_nowait(release)
         except asyncio.QueueFull:
@@ -199,6 +163,130 @@ class Gateway:
         self.pool.learn_block_size(wanted.engine_id, tokens)
 
 
+class ProcessStream:
+    """One exchange, driven straight from the messages that arrive: only our own calls to P have to be waited for."""
+
+    def __init__(self, gateway: Gateway, responder: Responder) -> None:
+        self._gateway = gateway
+        self._responder = responder
+        self._exchange = Exchange(gateway.settings, gateway.pool)
+        self._run: Generator[Effect, Any, None] | None = self._exchange.run()
+        self._waiting: deque[bytes] = deque()
+        self._is_ended = False
+        self._is_busy = False
+        self._call: asyncio.Task[None] | None = None
+        gateway.metrics.began()
+        self._advance()
+
+    def message_received(self, message: bytes) -> None:
+        """Take Envoy's next message."""
+        self._waiting.append(message)
+        self._receive()
+
+    def half_closed(self) -> None:
+        """Take note that Envoy sends no more."""
+        self._is_ended = True
+        self._receive()
+
+    def writable(self) -> None:
+        """Go on after flow control held an answer back."""
+        if self._is_busy and self._call is None:
+            self._is_busy = False
+            self._advance()
+
+    def reset(self) -> None:
+        """Drop everything: a client left, or Envoy is gone. Our own call to P is dropped with it."""
+        if self._call is not None:
+            self._call.cancel()
+        self._abandon()
+
+    def _receive(self) -> None:
+        """Give the exchange the message it is waiting for, if it is."""
+        if not self._is_busy:
+            self._advance(receives=True)
+
+    def _next_event(self) -> Event | None:
+        """Return the next message as an event, the stream's end after the last, None while there is neither."""
+        now = time.monotonic()
+        if not self._waiting:
+            return wire.ended(now) if self._is_ended else None
+        message = self._waiting.popleft()
+        self._responder.consumed(message)
+        return wire.read(message, now)
+
+    def _advance(self, result: Any = None, *, receives: bool = False) -> None:
+        """Let the exchange go on with ``result``, or with the message it waits for, until it has to wait again."""
+        if self._run is None:
+            return
+        try:
+            is_done = True
+            if receives:
+                is_done, result = self._perform(Receive())
+            while is_done:
+                is_done, result = self._perform(self._run.send(result))
+        except StopIteration:
+            self._end(Status.OK)
+        except (EnvoyProtocolError, EventTooLarge, ResponseTooLarge) as error:
+            self._abort(error)
+        except Exception as error:
+            log.exception("stream_failed")
+            self._abandon()
+            self._responder.finish(Status.INTERNAL, type(error).__name__)
+
+    def _perform(self, effect: Effect) -> tuple[bool, Any]:
+        """Return whether the effect is done, and its result; if not, whatever it waits for goes on from here."""
+        match effect:
+            case Receive():
+                event = self._next_event()
+                return event is not None, event
+            case Call():
+                self._is_busy = True
+                self._call = asyncio.get_running_loop().create_task(self._perform_call(effect))
+                return False, None
+            case Take(key):
+                return True, self._gateway.store.take(key)
+            case Keep(key, turn):
+                self._gateway.keep(key, turn)
+            case Release():
+                self._gateway.release(effect)
+            case LearnBlockSize():
+                self._gateway.learn_block_size(effect)
+            case answer:
+                for message in wire.write(answer):
+                    # In order, whatever flow control says: only the next effect waits for it.
+                    self._is_busy = not self._responder.send(message)
+                return not self._is_busy, None
+        return True, None
+
+    async def _perform_call(self, call: Call) -> None:
+        result = await self._gateway.call(call)
+        self._call = None
+        self._is_busy = False
+        self._advance(result)
+
+    def _abort(self, error: Exception) -> None:
+        log.warning("stream_aborted", error=type(error).__name__, detail=str(error))
+        self._end(Status.INTERNAL, type(error).__name__)
+
+    def _abandon(self) -> None:
+        """Let the exchange clean up after itself; all it may still ask for is a release."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        with contextlib.suppress(StopIteration, StreamEnded):
+            effect = run.throw(StreamEnded())
+            while True:
+                if isinstance(effect, Release):
+                    self._gateway.release(effect)
+                effect = run.send(None)
+        self._gateway.finished(self._exchange)
+
+    def _end(self, status: int, text: str = "") -> None:
+        self._run = None
+        self._gateway.finished(self._exchange)
+        self._responder.finish(status, text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add nothing: the service is configured by environment variables alone."""
     parser.epilog = "Every setting is a KVLOOP_* environment variable; see docs/settings.md."
@@ -218,16 +306,13 @@ async def serve(settings: GatewaySettings) -> None:
     api_key = settings.worker_api_key.get_secret_value() if settings.worker_api_key else None
     async with WorkersClient(settings.prefill_url, secret=secret, api_key=api_key) as client:
         gateway = Gateway(settings, client)
-        server, health_servicer = _grpc_server(gateway, settings)
+        server = await _start_grpc(gateway, settings)
         admin = await _start_admin(gateway, settings)
         background = asyncio.create_task(gateway.run_background())
-        await server.start()
-        await _set_health(health_servicer, serving=True)
         log.info("serving", listen=settings.listen, admin=settings.admin_listen, prefill=settings.prefill_url)
         try:
             await _stop_signal()
             log.info("draining", seconds=settings.drain_seconds)
-            await _set_health(health_servicer, serving=False)
             await server.stop(settings.drain_seconds)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RELEASE_TIMEOUT_SECONDS):
@@ -239,39 +324,19 @@ async def serve(settings: GatewaySettings) -> None:
             log.info("stopped")
 
 
-def _grpc_server(gateway: Gateway, settings: GatewaySettings) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
-    server = grpc.aio.server(
-        options=(
-            # Envoy sends body pieces of up to its connection buffer; gRPC's default of 4 MiB would refuse them.
-            ("grpc.max_receive_message_length", settings.request_max_bytes + settings.response_max_bytes),
-            ("grpc.max_send_message_length", -1),
-            # Envoy's keepalive pings come without calls, too.
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.so_reuseport", 0),
-        )
+async def _start_grpc(gateway: Gateway, settings: GatewaySettings) -> GrpcServer:
+    # Envoy sends body pieces of up to its connection buffer.
+    server = GrpcServer(
+        {PROCESS_PATH: gateway.serve}, max_message_bytes=settings.request_max_bytes + settings.response_max_bytes
     )
-    # Raw bytes on purpose: wire.py parses, and constant answers are serialised once.
-    handler = grpc.stream_stream_rpc_method_handler(gateway.process)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
-    health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    host, _, port = settings.listen.rpartition(":")
     try:
-        bound = server.add_insecure_port(settings.listen)
-    except RuntimeError:
-        bound = 0
-    if not bound:
+        await server.start(host.strip("[]"), int(port))
+    except OSError:
         raise ConfigError(
             f"cannot listen on {settings.listen}: in use or not ours; set KVLOOP_LISTEN to a free address"
-        )
-    return server, health_servicer
-
-
-async def _set_health(servicer: health.aio.HealthServicer, *, serving: bool) -> None:
-    response = health_pb2.HealthCheckResponse
-    status = response.SERVING if serving else response.NOT_SERVING
-    for service in ("", SERVICE):
-        await servicer.set(service, status)
+        ) from None
+    return server
 
 
 async def _start_admin(gateway: Gateway, settings: GatewaySettings) -> web.AppRunner:

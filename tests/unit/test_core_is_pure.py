@@ -17,6 +17,7 @@ CORE = (
     "exchange",
     "handle",
     "headers",
+    "http2",
     "identity",
     "legs",
     "pool",
@@ -41,8 +42,10 @@ ALLOWED_OUTSIDE = {
     "dataclasses",
     "enum",
     "hashlib",
+    "hpack",
     "ipaddress",
     "re",
+    "struct",
     "typing",
     "orjson",
 }
