@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 # Possessive (``*+``) on purpose: a pattern that may backtrack remembers every escape, at 100 bytes each.
 _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_STRING_OR_BRACKET: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{\]}]', re.DOTALL)
+_TO_BRACKET: Final = re.compile(rb'[^"\[{\]}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|([\[{\]}]))', re.DOTALL)
+"""Up to and with the next string or bracket (group 1): long runs of neither, as in block ids, go by in one step."""
+
 _SCALAR: Final = re.compile(rb"[^,\]}\s]+")
 _SPACE: Final = re.compile(rb"[ \t\r\n]*")
 _QUOTE, _COMMA, _OPEN_BRACE, _OPEN_BRACKET = b'",{['
@@ -160,11 +162,13 @@ def _end_of_value(data: bytes, at: int) -> int:
             raise ValueError("not valid JSON")
         return match.end()
     depth = 0
-    for match in _STRING_OR_BRACKET.finditer(data, at):
-        token = data[match.start()]
-        if token in b"[{":
+    for match in _TO_BRACKET.finditer(data, at):
+        bracket = match[1]
+        if bracket is None:
+            continue
+        if bracket in b"[{":
             depth += 1
-        elif token in b"]}":
+        else:
             depth -= 1
             if depth == 0:
                 return match.end()

@@ -29,6 +29,8 @@ _IDS_KEY: Final = "token_ids"
 _TRANSFER_HINT: Final = re.compile(rb"kv_transfer_params|\\u")
 _ANY_HINT: Final = re.compile(rb"kv_transfer_params|token_ids|\\u")
 _TRANSFER_WORD: Final = b"kv_transfer_params"
+_IDS_WORD: Final = b'"token_ids"'
+_IDS_MEMBER: Final = re.compile(rb'"token_ids":(\[[0-9,]*\])')
 _NULL_TRANSFER: Final = b'"kv_transfer_params":null'
 
 
@@ -88,7 +90,9 @@ class StreamedTurn:
         splitter = self._splitter
         if not splitter.holds_bytes and data.endswith(b"\n\n") and self._is_plain(data):
             return None
-        events = splitter.feed(data)
+        # Mostly one chunk is one event; then there is nothing to cut.
+        is_one_event = not splitter.holds_bytes and data.endswith(b"\n\n") and _is_one_event(data)
+        events = [data] if is_one_event else splitter.feed(data)
         if end:
             events.append(splitter.flush())
         out = b"".join(map(self._client_event, events))
@@ -107,11 +111,53 @@ class StreamedTurn:
     def _client_event(self, event: bytes) -> bytes:
         if self._hint.search(event) is None:
             return event
+        simple = self._without_ids(event)
+        if simple is not None:
+            return simple
         data = event_data(event)
         cleaned = _take_out(data, self._watch, self.learned, keep_null=self.learned.null_transfer_seen)
         if cleaned is None:
             return b""
         return event if cleaned == data else replace_data(event, cleaned)
+
+    def _without_ids(self, event: bytes) -> bytes | None:
+        """Do for the usual chunk of a stock D, one token and its id, what ``_take_out`` does for all; None if it is not one.
+
+        Without a backslash every quote opens or closes a string, so ``"token_ids":[`` can only be a key with its value; and
+        if it stands there once, and the one choice has ids, it is that choice's.
+        """
+        if not self._watch.hide_token_ids or b"\\" in event or event.count(_IDS_WORD) != 1:
+            return None
+        found = _IDS_MEMBER.search(event)
+        if found is None or not event.startswith(b"data: {") or event.find(b"\n") != len(event) - 2:
+            return None
+        try:
+            message = orjson.loads(event[6:])
+        except orjson.JSONDecodeError:
+            return None
+        ids = _only_ids(message)
+        if ids is None:
+            return None
+        self.learned.null_transfer_seen |= _TRANSFER_KEY in message
+        self.learned.generated_ids += ids
+        if _exists_only_for_its_ids(message):
+            return b""
+        return event[: found.start(1)] + b"null" + event[found.end(1) :]
+
+
+def _only_ids(message: dict[str, Any]) -> list[int] | None:
+    """Return the token ids of the only choice, None if there are several or anything else to learn or hide."""
+    choices = message.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        return None
+    ids = choices[0].get(_IDS_KEY)
+    others = (message.get(_TRANSFER_KEY), message.get(_PROMPT_IDS_KEY), choices[0].get(_PROMPT_IDS_KEY))
+    return ids if isinstance(ids, list) and others == (None, None, None) else None
+
+
+def _is_one_event(data: bytes) -> bool:
+    """Tell whether text that ends in an empty line holds no other."""
+    return b"\r" not in data and data.find(b"\n\n") == len(data) - 2
 
 
 class WholeTurn:

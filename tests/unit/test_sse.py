@@ -254,3 +254,10 @@ def test_replacing_data_by_itself_keeps_an_event_of_one_data_line(stream: bytes)
         data_lines = [line for line, _ in lines_of(event.removeprefix(BYTE_ORDER_MARK)) if is_data(line)]
         if len(data_lines) == 1 and data_lines != [b"data"]:
             assert replace_data(event, event_data(event)) == event
+
+
+def test_an_event_is_too_large_even_if_no_line_of_it_ends() -> None:
+    splitter = EventSplitter(10)
+    assert splitter.feed(b"0123456789") == []
+    with pytest.raises(EventTooLarge):
+        splitter.feed(b"x")

@@ -305,3 +305,41 @@ def test_any_number_of_cuts_changes_nothing(cuts: list[int]) -> None:
     at = [0, *sorted(min(cut * 7, len(body)) for cut in cuts), len(body)]
     pieces = [body[a:b] for a, b in itertools.pairwise(at)]
     assert feed(fold_for(path), pieces) == feed(fold_for(path), [body])
+
+
+IDS = st.one_of(st.none(), st.lists(st.integers(0, 2**31), max_size=3))
+CHOICE = st.fixed_dictionaries(
+    {"index": st.just(0)},
+    optional={
+        "delta": st.sampled_from([{}, {"content": " a"}, {"content": '"token_ids":[1]'}, {"token_ids": [7]}]),
+        "finish_reason": st.sampled_from([None, "stop"]),
+        "logprobs": st.sampled_from([None, {"content": []}]),
+        "prompt_token_ids": IDS,
+        "token_ids": IDS,
+    },
+)
+CHUNK = st.fixed_dictionaries(
+    {"choices": st.one_of(st.lists(CHOICE, max_size=2), st.just([1]), st.none())},
+    optional={
+        "prompt_token_ids": IDS,
+        "token_ids": IDS,
+        "kv_transfer_params": st.sampled_from([None, {"remote_num_tokens": 3}]),
+        "usage": st.just({"prompt_tokens": 1}),
+    },
+)
+
+
+@given(chunk=CHUNK, spaced=st.booleans())
+def test_the_usual_chunk_is_told_from_all_others_and_treated_alike(chunk: dict[str, Any], spaced: bool) -> None:
+    # Without the space after the colon an event takes the general way.
+    text = json.dumps(chunk).encode() if spaced else orjson.dumps(chunk)
+    short, general = (StreamedTurn(Watch(True, True, 1 << 20, 1 << 20)) for _ in range(2))
+    got, learned = feed(short, [b"data: " + text + b"\n\n"])
+    wanted, also_learned = feed(general, [b"data:" + text + b"\n\n"])
+    assert got.removeprefix(b"data: ") == wanted.removeprefix(b"data:")
+    assert learned == also_learned
+
+
+def test_what_only_looks_like_the_usual_chunk_is_forwarded_as_it_came() -> None:
+    event = b'data: {"choices":[{"token_ids":[1]}]}}\n\n'
+    assert feed(StreamedTurn(Watch(True, True, 1 << 20, 1 << 20)), [event])[0] == event
