@@ -117,7 +117,7 @@ def test_the_core_opens_and_evaluates_nothing(module: str) -> None:
         ("from asyncio import sleep", {"asyncio"}),
         ("def f():\n    import socket", {"socket"}),
         ("from extproc import wire", {"extproc.wire"}),
-        ("from extproc.server import Gateway", {"extproc.server"}),
+        ("from extproc.gateway import Gateway", {"extproc.gateway"}),
         ("from extproc import splice, proof\nimport orjson\nfrom collections.abc import Mapping", set()),
         ("if TYPE_CHECKING:\n    import grpc", set()),
         ("if TYPE_CHECKING:\n    pass\nelse:\n    import grpc", {"grpc"}),

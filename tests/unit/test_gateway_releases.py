@@ -9,8 +9,8 @@ import orjson
 from world import handle_params
 
 from extproc.events import LearnBlockSize, Release
+from extproc.gateway import Gateway
 from extproc.handle import read_publication
-from extproc.server import Gateway
 from extproc.settings import GatewaySettings
 
 
@@ -29,7 +29,7 @@ def test_one_release_that_raises_does_not_end_the_others() -> None:
         background = asyncio.create_task(gateway.run_background())
         handle = read_publication(orjson.dumps(handle_params(64))).handle
         for reason in ("first", "second"):
-            gateway._enqueue(Release(handle, "m", reason))
+            gateway.release(Release(handle, "m", reason))
             await asyncio.sleep(0.05)
         assert not background.done()
         background.cancel()

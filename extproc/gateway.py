@@ -1,0 +1,138 @@
+"""What one process shares between its exchanges: the store, what is known of the pool, and releases in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from extproc.events import Call, LearnBlockSize, Release
+from extproc.metrics import Metrics
+from extproc.pool import PoolKnowledge
+from extproc.receipt import Reason
+from extproc.store import MemoryStore
+
+if TYPE_CHECKING:
+    from extproc.events import LegResult
+    from extproc.exchange import Exchange
+    from extproc.identity import ConversationKey
+    from extproc.settings import GatewaySettings
+    from extproc.store import Dropped, StoredTurn
+    from extproc.workers_client import WorkersClient
+
+_RELEASES_AT_ONCE: Final = 4
+_RELEASES_WAITING: Final = 10_000
+RELEASE_TIMEOUT_SECONDS: Final = 10.0
+_EXPIRY_INTERVAL_SECONDS: Final = 1.0
+
+log = structlog.get_logger()
+
+
+class Gateway:
+    """The state one process shares between its exchanges, and the means to perform their effects."""
+
+    def __init__(self, settings: GatewaySettings, client: WorkersClient) -> None:
+        self.settings = settings
+        self.pool = PoolKnowledge()
+        self.store = MemoryStore(max_conversations=settings.store_max_conversations, max_bytes=settings.store_max_bytes)
+        self.metrics = Metrics(self.store)
+        self._client = client
+        self._releases: asyncio.Queue[Release] = asyncio.Queue(_RELEASES_WAITING)
+        self._errands: set[asyncio.Task[None]] = set()
+        self._warned: set[str] = set()
+
+    async def call(self, call: Call) -> LegResult:
+        """Perform a leg."""
+        result = await self._client.call(call)
+        self.metrics.leg(call, result)
+        return result
+
+    def keep(self, key: ConversationKey, turn: StoredTurn) -> None:
+        """Keep a turn, and release what it displaces."""
+        self._release_dropped(self.store.put(key, turn))
+
+    def learn_block_size(self, wanted: LearnBlockSize) -> None:
+        """Find out a block size in the background."""
+        self._run_errand(self._learn_block_size(wanted))
+
+    def finished(self, exchange: Exchange) -> None:
+        """Count an exchange out, and say what somebody should know of it."""
+        receipt = exchange.receipt
+        self.metrics.finished(receipt)
+        if receipt.reason is Reason.PROMPT_IDS_DIFFER:
+            log.error(
+                "prompt_ids_differed",
+                reuse_off=self.pool.prompt_ids_differed,
+                fix="P ignores kv_transfer_params.prompt_token_ids: check its vLLM version, then restart the gateway",
+            )
+        if receipt.captured == "loopback_host" and "loopback_host" not in self._warned:
+            self._warned.add("loopback_host")
+            log.warning(
+                "handle_with_loopback_host",
+                fix="set VLLM_NIXL_SIDE_CHANNEL_HOST on D to an address P can reach, or KVLOOP_SINGLE_HOST=true",
+            )
+        log.debug("request_finished", **receipt.metadata(), captured=receipt.captured)
+
+    # --- in the background ------------------------------------------------------------------------------------------
+
+    async def run_background(self) -> None:
+        """Expire kept turns and perform releases, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._expire_for_ever())
+            for _ in range(_RELEASES_AT_ONCE):
+                tasks.create_task(self._release_for_ever())
+
+    async def release_everything(self) -> None:
+        """Queue a release for every kept turn, and wait until the queue is empty."""
+        self._release_dropped(self.store.drain())
+        await self._releases.join()
+
+    def _release_dropped(self, dropped: list[Dropped]) -> None:
+        for drop in dropped:
+            if drop.reason != "engine_gone":
+                self.release(Release(drop.turn.handle, drop.turn.model, drop.reason))
+
+    def release(self, release: Release) -> None:
+        """Have D free a handle's blocks, in the background."""
+        try:
+            self._releases.put_nowait(release)
+        except asyncio.QueueFull:
+            self.metrics.released(release.reason, "dropped")
+
+    async def _release_for_ever(self) -> None:
+        while True:
+            release = await self._releases.get()
+            try:
+                freed = await self._client.release(release, RELEASE_TIMEOUT_SECONDS)
+            except Exception:
+                # One bad release must not end expiry and all other releases with it.
+                log.exception("release_failed")
+                freed = False
+            finally:
+                self._releases.task_done()
+            self.metrics.released(release.reason, "freed" if freed else "failed")
+
+    async def _expire_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(_EXPIRY_INTERVAL_SECONDS)
+            self._release_dropped(self.store.expire(time.monotonic()))
+
+    def _run_errand(self, errand: Any) -> None:
+        task = asyncio.create_task(errand)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    async def _learn_block_size(self, wanted: LearnBlockSize) -> None:
+        tokens = await self._client.block_size_tokens(wanted.upstream_address)
+        if tokens is None:
+            if wanted.engine_id not in self._warned:
+                self._warned.add(wanted.engine_id)
+                log.warning(
+                    "block_size_unknown",
+                    worker=wanted.upstream_address,
+                    fix="set KVLOOP_DECODE_BLOCK_SIZE_TOKENS; until then handles of this worker are not used",
+                )
+            return
+        self.pool.learn_block_size(wanted.engine_id, tokens)

@@ -1,0 +1,158 @@
+"""One ext_proc stream: it performs what its ``Exchange`` asks for, and nothing else.
+
+One ``ProcessStream`` per HTTP request. It ends in three ways: the exchange is done; Envoy closed or reset the stream (a
+client left: our own call to P is dropped with it); or something was wrong, and then the stream is *aborted*: ending it
+with OK while Envoy still waits for body pieces would hand a mutilated request to the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from extproc import wire
+from extproc.errors import EnvoyProtocolError
+from extproc.events import Call, Effect, Keep, LearnBlockSize, Receive, Release, Take
+from extproc.exchange import Exchange, StreamEnded
+from extproc.grpc_server import Responder, Status
+from extproc.sse import EventTooLarge
+from extproc.turn import ResponseTooLarge
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from extproc.events import Event
+    from extproc.gateway import Gateway
+
+PROCESS_PATH: Final = b"/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+
+log = structlog.get_logger()
+
+
+class ProcessStream:
+    """One exchange, driven straight from the messages that arrive: only our own calls to P have to be waited for."""
+
+    def __init__(self, gateway: Gateway, responder: Responder) -> None:
+        self._gateway = gateway
+        self._responder = responder
+        self._exchange = Exchange(gateway.settings, gateway.pool)
+        self._run: Generator[Effect, Any, None] | None = self._exchange.run()
+        self._waiting: deque[bytes] = deque()
+        self._is_ended = False
+        self._is_busy = False
+        self._call: asyncio.Task[None] | None = None
+        gateway.metrics.began()
+        self._advance()
+
+    def message_received(self, message: bytes) -> None:
+        """Take Envoy's next message."""
+        self._waiting.append(message)
+        self._receive()
+
+    def half_closed(self) -> None:
+        """Take note that Envoy sends no more."""
+        self._is_ended = True
+        self._receive()
+
+    def writable(self) -> None:
+        """Go on after flow control held an answer back."""
+        if self._is_busy and self._call is None:
+            self._is_busy = False
+            self._advance()
+
+    def reset(self) -> None:
+        """Drop everything: a client left, or Envoy is gone. Our own call to P is dropped with it."""
+        if self._call is not None:
+            self._call.cancel()
+        self._abandon()
+
+    def _receive(self) -> None:
+        """Give the exchange the message it is waiting for, if it is."""
+        if not self._is_busy:
+            self._advance(receives=True)
+
+    def _next_event(self) -> Event | None:
+        """Return the next message as an event, the stream's end after the last, None while there is neither."""
+        now = time.monotonic()
+        if not self._waiting:
+            return wire.ended(now) if self._is_ended else None
+        message = self._waiting.popleft()
+        self._responder.consumed(message)
+        return wire.read(message, now)
+
+    def _advance(self, result: Any = None, *, receives: bool = False) -> None:
+        """Let the exchange go on with ``result``, or with the message it waits for, until it has to wait again."""
+        if self._run is None:
+            return
+        try:
+            is_done = True
+            if receives:
+                is_done, result = self._perform(Receive())
+            while is_done:
+                is_done, result = self._perform(self._run.send(result))
+        except StopIteration:
+            self._end(Status.OK)
+        except (EnvoyProtocolError, EventTooLarge, ResponseTooLarge) as error:
+            self._abort(error)
+        except Exception as error:
+            log.exception("stream_failed")
+            self._abandon()
+            self._responder.finish(Status.INTERNAL, type(error).__name__)
+
+    def _perform(self, effect: Effect) -> tuple[bool, Any]:
+        """Return whether the effect is done, and its result; if not, whatever it waits for goes on from here."""
+        match effect:
+            case Receive():
+                event = self._next_event()
+                return event is not None, event
+            case Call():
+                self._is_busy = True
+                self._call = asyncio.get_running_loop().create_task(self._perform_call(effect))
+                return False, None
+            case Take(key):
+                return True, self._gateway.store.take(key)
+            case Keep(key, turn):
+                self._gateway.keep(key, turn)
+            case Release():
+                self._gateway.release(effect)
+            case LearnBlockSize():
+                self._gateway.learn_block_size(effect)
+            case answer:
+                for message in wire.write(answer):
+                    # In order, whatever flow control says: only the next effect waits for it.
+                    self._is_busy = not self._responder.send(message)
+                return not self._is_busy, None
+        return True, None
+
+    async def _perform_call(self, call: Call) -> None:
+        result = await self._gateway.call(call)
+        self._call = None
+        self._is_busy = False
+        self._advance(result)
+
+    def _abort(self, error: Exception) -> None:
+        log.warning("stream_aborted", error=type(error).__name__, detail=str(error))
+        self._end(Status.INTERNAL, type(error).__name__)
+
+    def _abandon(self) -> None:
+        """Let the exchange clean up after itself; all it may still ask for is a release."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        with contextlib.suppress(StopIteration, StreamEnded):
+            effect = run.throw(StreamEnded())
+            while True:
+                if isinstance(effect, Release):
+                    self._gateway.release(effect)
+                effect = run.send(None)
+        self._gateway.finished(self._exchange)
+
+    def _end(self, status: int, text: str = "") -> None:
+        self._run = None
+        self._gateway.finished(self._exchange)
+        self._responder.finish(status, text)
