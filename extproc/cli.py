@@ -12,6 +12,7 @@ from pydantic_settings import SettingsError
 
 from extproc import __version__
 from extproc.errors import ConfigError
+from extproc.settings import problems
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,7 @@ _COMMANDS: Final = {
     "worker": ("workers.launch", "run a vLLM prefill or decode worker"),
     "sim": ("workers.sim", "run simulated workers"),
     "demo": ("workers.demo", "play a multi-turn chat on real vLLM workers, reuse off and on"),
-    "bench": ("bench.cli", "measure: load, TTFT, peers, soak"),
+    "bench": ("bench.cli", "measure: load, peers, TTFT, store, soak"),
 }
 
 
@@ -49,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'kvloop: {error}: a list is spelled as JSON, like ["a","b"]', file=sys.stderr)
         return 2
     except ValidationError as error:
-        for problem in error.errors():
-            setting = "".join(f"KVLOOP_{part}: ".upper() for part in problem["loc"][:1])
-            print(f"kvloop: {setting}{problem['msg']}", file=sys.stderr)
+        for problem in problems(error):
+            print(f"kvloop: {problem}", file=sys.stderr)
         return 2
 
 

@@ -75,7 +75,7 @@ def _settings(args: argparse.Namespace) -> EnvoySettings:
     except ValidationError as error:
         first = error.errors()[0]
         flag = _flag(str(first["loc"][0])) if first["loc"] else "settings"
-        raise ConfigError(f"{flag}: {first['msg']} (got {first['input']!r})") from error
+        raise ConfigError(f"{flag}: {first['msg'].removeprefix('Value error, ')} (got {first['input']!r})") from error
 
 
 def _add_setting_flags(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse  # noqa: TC003 - the CLI contract of every command module
 import asyncio
 import contextlib
+import os
 import signal
 
 import structlog
@@ -15,7 +16,7 @@ from extproc.errors import ConfigError
 from extproc.gateway import RELEASE_TIMEOUT_SECONDS, Gateway
 from extproc.grpc_server import GrpcServer
 from extproc.log import configure_logging
-from extproc.settings import GatewaySettings
+from extproc.settings import GatewaySettings, unknown_variables
 from extproc.stream import PROCESS_PATH, ProcessStream
 from extproc.workers_client import WorkersClient
 
@@ -31,6 +32,8 @@ def main(_: argparse.Namespace) -> int:
     """Run the service; returns the exit status."""
     settings = GatewaySettings()
     configure_logging(settings.log_level)
+    for line in unknown_variables(os.environ):
+        log.warning("unknown_variable", detail=line)
     uvloop.run(serve(settings))
     return 0
 

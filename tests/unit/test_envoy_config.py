@@ -232,7 +232,10 @@ def test_flags_win_over_the_environment(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (["render", "--decode", "nonsense"], "--decode: String should match pattern"),
+        (
+            ["render", "--decode", "nonsense"],
+            "--decode: must be host:port (an IPv6 host in brackets), like 127.0.0.1:50051 (got 'nonsense')",
+        ),
         (
             ["render", "--hash-balance-factor", "99"],
             "--hash-balance-factor: Input should be greater than or equal to 100",

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from extproc import settings as module
-from extproc.settings import EnvoySettings, GatewaySettings, as_markdown
+from extproc.settings import EnvoySettings, GatewaySettings, as_markdown, problems, unknown_variables
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +125,43 @@ def test_the_two_kinds_of_settings_have_variables_of_their_own(monkeypatch: pyte
     monkeypatch.setenv("KVLOOP_LISTEN", "127.0.0.1:1")
     monkeypatch.setenv("KVLOOP_ENVOY_LISTEN", "127.0.0.1:2")
     assert (GatewaySettings().listen, EnvoySettings().listen) == ("127.0.0.1:1", "127.0.0.1:2")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("KVLOOP_CONVERSATON_HEADERS", "; did you mean KVLOOP_CONVERSATION_HEADERS?"),
+        ("kvloop_reusee", "; did you mean KVLOOP_REUSE?"),
+        ("KVLOOP_ENVOY_PREFIL", "; did you mean KVLOOP_ENVOY_PREFILL?"),
+        ("KVLOOP_XYZZY", ""),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_told_with_the_nearest_one(name: str, line: str) -> None:
+    assert unknown_variables([name, "PATH"]) == [f"{name} is no setting and has no effect{line}"]
+
+
+def test_settings_workers_variables_and_kubernetes_own_are_not_told() -> None:
+    known = [f"KVLOOP_{name}".upper() for name in GatewaySettings.model_fields]
+    workers = ["KVLOOP_PLUGIN_DIGEST", "KVLOOP_CACHE", "KVLOOP_WORKER_SECRET"]
+    kubernetes = [
+        "KVLOOP_SERVICE_HOST",
+        "KVLOOP_PORT",
+        "KVLOOP_PORT_50051_TCP_ADDR",
+        "KVLOOP_EXTPROC_SERVICE_PORT_GRPC",
+    ]
+    assert unknown_variables([*known, *workers, *kubernetes]) == []
+
+
+def test_each_problem_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLOOP_LISTEN", "nowhere")
+    monkeypatch.setenv("KVLOOP_ENVOY_LISTEN", "nowhere")
+    lines = []
+    for kind in (GatewaySettings, EnvoySettings):
+        with pytest.raises(ValidationError) as caught:
+            kind()
+        lines += problems(caught.value)
+    words = "must be host:port (an IPv6 host in brackets), like 127.0.0.1:50051"
+    assert lines == [f"KVLOOP_LISTEN: {words}", f"KVLOOP_ENVOY_LISTEN: {words}"]
 
 
 def test_settings_do_not_change_after_the_start() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import shlex
@@ -217,7 +218,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Pretend vLLM, NIXL and every program are there; returns a model directory."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(shutil, "which", lambda name: name)
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     return tmp_path
 
 
@@ -246,6 +247,30 @@ def test_a_missing_program_is_named(installed: Path, monkeypatch: pytest.MonkeyP
 def test_a_directory_that_is_no_model_is_named(installed: Path) -> None:
     with pytest.raises(LaunchError, match="is no model directory"):
         check(command(), str(installed / "nowhere"))
+
+
+@pytest.mark.parametrize("config", ["", "{", "[]", "{}"])
+def test_a_half_downloaded_model_is_named(installed: Path, config: str) -> None:
+    (installed / "config.json").write_text(config)
+    with pytest.raises(LaunchError, match=r"config\.json describes no model"):
+        check(command(), str(installed))
+
+
+def test_a_core_that_is_not_there_is_named(installed: Path) -> None:
+    with pytest.raises(LaunchError, match=r"there is no core 4711: give --cpu-core one of \d+"):
+        check(command(cpu_core=4711), str(installed))
+
+
+def test_cuda_on_the_cpu_build_is_refused(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.32.0")
+    with pytest.raises(LaunchError, match="this vLLM is the CPU build: drop --device cuda"):
+        check(command(device="cuda"), str(installed))
+
+
+def test_vllms_own_options_belong_behind_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("prefill", "m", "--max-model-len", "100")
+    assert "kvloop worker ROLE MODEL -- --max-model-len 100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--port", "--side-channel-port"])
