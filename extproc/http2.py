@@ -89,32 +89,13 @@ class StreamEvents(Protocol):
         """Go on: all that ``send_message`` held back has left."""
 
 
-class _Nobody:
-    """Stands for a stream's server until there is one."""
-
-    def message_received(self, message: bytes) -> None:
-        pass
-
-    def half_closed(self) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
-
-    def writable(self) -> None:
-        pass
-
-
-_NOBODY: Final = _Nobody()
-
-
 @dataclass(slots=True, eq=False)
 class Stream:
     """One stream's framing and flow control. Only its connection touches it; others read ``is_closed`` at most."""
 
     id: int
     send_window: int
-    events: StreamEvents = _NOBODY
+    events: StreamEvents = field(init=False)
     is_closed: bool = False
     partial: bytearray = field(default_factory=bytearray)
     outgoing: deque[bytes] = field(default_factory=deque)
@@ -128,7 +109,8 @@ class Stream:
 class Connection:
     """One connection. Feed it by ``receive``; after each call of any method send what ``take_output`` returns.
 
-    ``open_stream`` is called with each new stream and its headers, and returns who serves it.
+    ``open_stream`` is called with each new stream and its headers, and returns who serves it. Nothing may be sent on the
+    stream before it has returned.
     """
 
     def __init__(self, open_stream: Callable[[Stream, Headers], StreamEvents], *, max_message_bytes: int) -> None:

@@ -426,3 +426,26 @@ def test_late_header_blocks_of_ended_streams_still_teach_the_decoder() -> None:
     pair.client.send_headers(stream_id + 2, [*REQUEST, ("x-new", "value")])
     pair.server.receive(pair.client.data_to_send())
     assert pair.served[1].headers[b"x-new"] == b"value"
+
+
+def test_trailers_twice_end_the_peers_side_once() -> None:
+    server, served = opened()
+    trailers = frame(0x1, 0x4 | 0x1, 1, Encoder().encode([("x", "y")]))
+    server.receive(trailers + trailers)
+    assert served[0].told == ["half_closed"]
+
+
+def test_an_answer_to_a_ping_of_nobodys_is_nothing() -> None:
+    server, served = opened()
+    server.take_output()
+    server.receive(frame(0x6, 0x1, 0, b"whatever"))
+    assert (server.take_output(), served[0].told) == (b"", [])
+
+
+def test_a_stream_is_reset_once() -> None:
+    server, served = opened()
+    server.take_output()
+    for _ in range(2):
+        server.reset(served[0].stream, http2.INTERNAL_ERROR)
+    assert served[0].told == ["reset"]
+    assert server.take_output() == frame(0x3, 0, 1, http2.INTERNAL_ERROR.to_bytes(4, "big"))

@@ -261,3 +261,10 @@ def test_an_event_is_too_large_even_if_no_line_of_it_ends() -> None:
     assert splitter.feed(b"0123456789") == []
     with pytest.raises(EventTooLarge):
         splitter.feed(b"x")
+
+
+def test_an_event_is_too_large_even_if_some_lines_of_it_end() -> None:
+    splitter = EventSplitter(10)
+    assert splitter.feed(b"a\n\nb\ncdefg") == [b"a\n\n"]
+    with pytest.raises(EventTooLarge):
+        splitter.feed(b"hi\njklm")

@@ -263,6 +263,10 @@ def test_hazard_49_chunks_vllm_sends_only_for_our_sake_do_not_reach_the_client()
     assert client == b"data: [DONE]\n\n"
     assert learned.generated_ids == [7]
     assert feed(StreamedTurn(CLIENT_ASKS), [body])[0] == body
+    # The same, spelt so that the short way does not know it.
+    client, learned = feed(StreamedTurn(ASKS), [body.replace(b"data: ", b"data:")])
+    assert client == b"data:[DONE]\n\n"
+    assert learned.generated_ids == [7]
 
 
 @pytest.mark.parametrize(
