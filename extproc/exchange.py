@@ -104,6 +104,7 @@ class Exchange:
     pool: PoolKnowledge
     receipt: Receipt = field(default_factory=Receipt)
     _now: float = 0.0
+    _arrived_at: float = 0.0
     _forwarded_at: float = 0.0
     _headers: Headers = ()
     _key: ConversationKey | None = None
@@ -129,7 +130,7 @@ class Exchange:
             # A filter before ours answered by itself; the stream starts with its response.
             yield from self._pass_response(opening)
             return
-        self._headers = opening.headers
+        self._headers, self._arrived_at = opening.headers, opening.at
         endpoint = find_endpoint(header(opening.headers, ":method") or "", header(opening.headers, ":path") or "")
         try:
             body, had_trailers = yield from self._collect(opening)
@@ -427,10 +428,14 @@ class Exchange:
             yield from self._watch(request, fold, event.upstream_address)
 
     def _watch(self, request: ApiRequest, fold: TurnFold, upstream: str | None) -> Generator[Effect, Any, None]:
+        is_first = isinstance(fold, StreamedTurn)
         while True:
             event = yield from self._receive()
             match event:
                 case ResponseBody(data, end):
+                    if is_first:
+                        is_first = False
+                        self._note_first_token()
                     replacement = fold.feed(data, end=end)
                     if fold.learned.published is not None and self.receipt.captured is None:
                         # Kept before the client can see the end of this turn, and so before it can send the next one.
@@ -448,6 +453,10 @@ class Exchange:
                     return
                 case _:
                     raise EnvoyProtocolError(f"{type(event).__name__} arrived inside a response")
+
+    def _note_first_token(self) -> None:
+        self.receipt.decode_ms = (self._now - self._forwarded_at) * 1000
+        self.receipt.ttft_ms = (self._now - self._arrived_at) * 1000
 
     def _capture(self, request: ApiRequest, learned: Learned, upstream: str | None) -> Generator[Effect, Any, None]:
         """Keep the handle D published for the next turn, or have D free its blocks."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from extproc.events import Call, LearnBlockSize, Release
-from extproc.metrics import Metrics
+from extproc.metrics import PROMPT_IDS_DIFFER, RELEASES_WAITING, Metrics
 from extproc.pool import PoolKnowledge
 from extproc.receipt import Reason
 from extproc.store import MemoryStore
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from extproc.events import LegResult
     from extproc.exchange import Exchange
     from extproc.identity import ConversationKey
@@ -40,6 +43,9 @@ class Gateway:
         self.metrics = Metrics(self.store)
         self._client = client
         self._releases: asyncio.Queue[Release] = asyncio.Queue(_RELEASES_WAITING)
+        self._releasing = 0
+        self.metrics.watch(RELEASES_WAITING, lambda: self._releases.qsize() + self._releasing)
+        self.metrics.watch(PROMPT_IDS_DIFFER, lambda: self.pool.prompt_ids_differed)
         self._errands: set[asyncio.Task[None]] = set()
         self._warned: set[str] = set()
 
@@ -49,9 +55,24 @@ class Gateway:
         self.metrics.leg(call, result)
         return result
 
+    def take(self, key: ConversationKey) -> StoredTurn | None:
+        """Remove and return what is kept for a conversation."""
+        with self._timed("take"):
+            return self.store.take(key)
+
     def keep(self, key: ConversationKey, turn: StoredTurn) -> None:
         """Keep a turn, and release what it displaces."""
-        self._release_dropped(self.store.put(key, turn))
+        with self._timed("put"):
+            dropped = self.store.put(key, turn)
+        self._release_dropped(dropped)
+
+    @contextlib.contextmanager
+    def _timed(self, operation: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.metrics.store_operation(operation, time.perf_counter() - started)
 
     def learn_block_size(self, wanted: LearnBlockSize) -> None:
         """Find out a block size in the background."""
@@ -91,6 +112,7 @@ class Gateway:
 
     def _release_dropped(self, dropped: list[Dropped]) -> None:
         for drop in dropped:
+            self.metrics.dropped(drop.reason)
             if drop.reason != "engine_gone":
                 self.release(Release(drop.turn.handle, drop.turn.model, drop.reason))
 
@@ -104,6 +126,7 @@ class Gateway:
     async def _release_for_ever(self) -> None:
         while True:
             release = await self._releases.get()
+            self._releasing += 1
             try:
                 freed = await self._client.release(release, RELEASE_TIMEOUT_SECONDS)
             except Exception:
@@ -111,13 +134,19 @@ class Gateway:
                 log.exception("release_failed")
                 freed = False
             finally:
+                self._releasing -= 1
                 self._releases.task_done()
             self.metrics.released(release.reason, "freed" if freed else "failed")
 
     async def _expire_for_ever(self) -> None:
         while True:
+            wanted = time.monotonic() + _EXPIRY_INTERVAL_SECONDS
             await asyncio.sleep(_EXPIRY_INTERVAL_SECONDS)
-            self._release_dropped(self.store.expire(time.monotonic()))
+            now = time.monotonic()
+            self.metrics.loop_lag(now - wanted)
+            with self._timed("expire"):
+                dropped = self.store.expire(now)
+            self._release_dropped(dropped)
 
     def _run_errand(self, errand: Any) -> None:
         task = asyncio.create_task(errand)

@@ -1,52 +1,224 @@
-"""Prometheus metrics. Labels come from enumerations only, so their number is bounded."""
+"""Prometheus metrics: one table says what there is, and what each label may hold, so their number is bounded.
+
+Nothing is counted per chunk: a turn is counted once, from its receipt, when it ends. ``docs/metrics.md`` is this table.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import platform
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
+
+from extproc import __version__
+from extproc.events import Leg
+from extproc.receipt import Outcome, Reason
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from prometheus_client.metrics_core import Metric
+
     from extproc.events import Call, LegResult
     from extproc.receipt import Receipt
-    from extproc.store import MemoryStore
+    from extproc.store import EngineShare, MemoryStore
 
-_LEG_SECONDS: Final = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+# Series that only say when another one began: twice the series, for a question start times answer as well.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+
+ENGINES_SHOWN: Final = 128
+OTHER_ENGINES: Final = "other"
+_SECONDS: Final = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_QUICK_SECONDS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One metric. ``labels``: name to the values it may take, or to a sentence where they cannot be listed."""
+
+    name: str
+    kind: type[Counter | Gauge | Histogram | Info]
+    text: str
+    labels: Mapping[str, Iterable[str] | str] = field(default_factory=dict)
+    buckets: tuple[float, ...] = ()
+
+
+_STORE_OPERATIONS: Final = ("take", "put", "expire")
+_DROP_REASONS: Final = ("superseded", "evicted", "expired", "engine_gone", "draining")
+
+TURNS: Final = Described(
+    "kvloop_turns_total",
+    Counter,
+    "Requests that ended, by what became of them and, where not everything was reused, why.",
+    {"outcome": tuple(Outcome), "reason": ("", *Reason)},
+)
+LIVE: Final = Described("kvloop_live_requests", Gauge, "Requests being served now.")
+PROMPT_TOKENS: Final = Described(
+    "kvloop_prompt_tokens_total", Counter, "Prompt tokens of the turns that had a prefill leg."
+)
+HELD_TOKENS: Final = Described(
+    "kvloop_held_tokens_total", Counter, "Tokens that previous turns had left on D when the next turn came."
+)
+REUSED_TOKENS: Final = Described(
+    "kvloop_reused_tokens_total", Counter, "Prompt tokens P read from D instead of computing them."
+)
+TTFT: Final = Described(
+    "kvloop_time_to_first_token_seconds",
+    Histogram,
+    "From a request's headers to the first piece of its streamed answer. Answers kvloop does not watch are not in it.",
+    {"outcome": tuple(Outcome)},
+    _SECONDS,
+)
+TTFT_PARTS: Final = Described(
+    "kvloop_time_to_first_token_part_seconds",
+    Histogram,
+    "Where that time went: rendering the prompt, the prefill leg with its retry, D until its first piece.",
+    {"part": ("render", "prefill", "decode")},
+    _SECONDS,
+)
+LEGS: Final = Described(
+    "kvloop_leg_duration_seconds",
+    Histogram,
+    "Our own calls to prefill workers, by status class or by what kept them from an HTTP answer.",
+    {"leg": (Leg.RENDER, Leg.PREFILL), "status": ("1xx", "2xx", "3xx", "4xx", "5xx", "timeout", "unreachable")},
+    _SECONDS,
+)
+CAPTURED: Final = Described(
+    "kvloop_handles_captured_total",
+    Counter,
+    "Handles seen in D's answers, by fate: `kept` for the next turn, `released` at once, or why they were refused.",
+    {
+        "fate": (
+            *("kept", "released", "too_large", "loopback_host"),
+            *("not_an_object", "not_for_prefill", "push_mode", "incomplete", "empty"),
+        )
+    },
+)
+DROPPED: Final = Described(
+    "kvloop_handles_dropped_total",
+    Counter,
+    "Kept handles that no turn will use: displaced by a newer one, evicted for room, too old, their engine gone.",
+    {"reason": _DROP_REASONS},
+)
+RELEASES: Final = Described(
+    "kvloop_releases_total",
+    Counter,
+    "Handles D was told to free: `failed` ones stay pinned until D's TTL; `dropped` ones found the queue full.",
+    {
+        "reason": "why the handle was not used: one of `kvloop_handles_dropped_total`'s reasons, one of"
+        " `kvloop_turns_total`'s, `refused`, `abandoned`, `failed` or `no_sequence`",
+        "result": ("freed", "failed", "dropped"),
+    },
+)
+RELEASES_WAITING: Final = Described("kvloop_releases_waiting", Gauge, "Releases queued or under way.")
+KEPT: Final = Described("kvloop_kept_turns", Gauge, "Handles kept for a next turn.")
+STORE_BYTES: Final = Described("kvloop_store_bytes", Gauge, "Memory the kept handles cost this process.")
+ENGINE_LABEL: Final = {
+    "engine": f"`host:port` of the engine's side channel; beyond {ENGINES_SHOWN} engines the rest is `{OTHER_ENGINES}`."
+    " An engine of which nothing is kept has no series"
+}
+ENGINE_TURNS: Final = Described(
+    "kvloop_engine_kept_turns", Gauge, "Handles kept, by the decode engine that holds their KV.", ENGINE_LABEL
+)
+ENGINE_TOKENS: Final = Described(
+    "kvloop_engine_retained_tokens", Gauge, "Tokens whose KV a decode engine pins for kept handles.", ENGINE_LABEL
+)
+STORE_OPERATIONS: Final = Described(
+    "kvloop_store_operation_duration_seconds",
+    Histogram,
+    "Operations of the store that keeps the handles.",
+    {"operation": _STORE_OPERATIONS},
+    _QUICK_SECONDS,
+)
+FORBIDDEN: Final = Described(
+    "kvloop_forbidden_fields_removed_total", Counter, "Transfer parameters clients tried to send."
+)
+ABORTED: Final = Described(
+    "kvloop_streams_aborted_total",
+    Counter,
+    "ext_proc streams that ended in an error, each a broken request for its client.",
+    {"error": ("EnvoyProtocolError", "EventTooLarge", "ResponseTooLarge", "other")},
+)
+PROMPT_IDS_DIFFER: Final = Described(
+    "kvloop_prompt_ids_differed",
+    Gauge,
+    "1 once a P prefilled other tokens than it was told; nothing is reused from then on until a restart.",
+)
+LOOP_LAG: Final = Described(
+    "kvloop_event_loop_lag_seconds",
+    Histogram,
+    "How late the event loop came to a timer, looked at once a second: what every chunk of every stream waits, too.",
+    buckets=_QUICK_SECONDS,
+)
+BUILD: Final = Described(
+    "kvloop_build_info",
+    Info,
+    "Always 1; tells the version.",
+    {"version": "kvloop's version", "python_version": "the interpreter's"},
+)
+
+TABLE: Final = (
+    *(TURNS, LIVE, PROMPT_TOKENS, HELD_TOKENS, REUSED_TOKENS, TTFT, TTFT_PARTS, LEGS),
+    *(CAPTURED, DROPPED, RELEASES, RELEASES_WAITING, KEPT, STORE_BYTES, ENGINE_TURNS, ENGINE_TOKENS, STORE_OPERATIONS),
+    *(FORBIDDEN, ABORTED, PROMPT_IDS_DIFFER, LOOP_LAG, BUILD),
+)
 
 
 class Metrics:
-    """All counters of one process, in a registry of their own."""
+    """All metrics of one process, in a registry of their own."""
 
     def __init__(self, store: MemoryStore) -> None:
-        self.registry = registry = CollectorRegistry()
-        self._turns = Counter(
-            "kvloop_turns",
-            "Requests by outcome and, where not everything was reused, why.",
-            ["outcome", "reason"],
-            registry=registry,
-        )
-        self._captured = Counter("kvloop_captured", "Handles seen in responses, by fate.", ["fate"], registry=registry)
-        self._reused = Counter("kvloop_reused_tokens", "Prompt tokens P did not compute.", registry=registry)
-        self._prompt = Counter("kvloop_prompt_tokens", "Prompt tokens of turns with a prefill leg.", registry=registry)
-        self._forbidden = Counter(
-            "kvloop_forbidden_fields_removed", "Transfer parameters clients tried to send.", registry=registry
-        )
-        self._legs = Histogram(
-            "kvloop_leg_seconds",
-            "Time of our own calls to prefill workers, by leg and status class.",
-            ["leg", "status"],
-            registry=registry,
-            buckets=_LEG_SECONDS,
-        )
-        self._releases = Counter(
-            "kvloop_releases",
-            "Handles D was told to free, by reason and result.",
-            ["reason", "result"],
-            registry=registry,
-        )
-        Gauge("kvloop_kept_turns", "Handles kept for a next turn.", registry=registry).set_function(store.__len__)
-        Gauge("kvloop_store_bytes", "Memory of kept handles.", registry=registry).set_function(lambda: store.size_bytes)
-        self._live = Gauge("kvloop_live_requests", "Requests being served.", registry=registry)
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._turns = self._made(TURNS)
+        self._live = self._made(LIVE)
+        self._prompt, self._held, self._reused = map(self._made, (PROMPT_TOKENS, HELD_TOKENS, REUSED_TOKENS))
+        self._ttft, self._ttft_parts = self._made(TTFT), self._made(TTFT_PARTS)
+        self._legs = self._made(LEGS)
+        self._captured, self._dropped, self._releases = map(self._made, (CAPTURED, DROPPED, RELEASES))
+        self._store_operations = self._made(STORE_OPERATIONS)
+        self._forbidden, self._aborted = self._made(FORBIDDEN), self._made(ABORTED)
+        self._loop_lag = self._made(LOOP_LAG)
+        self._made(BUILD).info({"version": __version__, "python_version": platform.python_version()})
+        self.watch(KEPT, store.__len__)
+        self.watch(STORE_BYTES, lambda: store.size_bytes)
+        self.registry.register(_Engines(store.engines))
+        self._start_at_zero()
+
+    def _made(self, described: Described) -> Any:
+        name = described.name.removesuffix("_info") if described.kind is Info else described.name
+        if described.kind is Info:
+            return Info(name, described.text, registry=self.registry)
+        more: dict[str, Any] = {"buckets": described.buckets} if described.buckets else {}
+        return described.kind(name, described.text, list(described.labels), registry=self.registry, **more)
+
+    def _start_at_zero(self) -> None:
+        """Show what alerts watch before it first happens: the step from nothing to 1 is no increase to Prometheus."""
+        for reason in _DROP_REASONS:
+            self._dropped.labels(reason)
+            for result in ("freed", "failed", "dropped"):
+                self._releases.labels(reason, result)
+        for error in ABORTED.labels["error"]:
+            self._aborted.labels(error)
+        for operation in _STORE_OPERATIONS:
+            self._store_operations.labels(operation)
+        for leg in LEGS.labels["leg"]:
+            self._legs.labels(leg, "2xx")
+        for part in TTFT_PARTS.labels["part"]:
+            self._ttft_parts.labels(part)
+        for outcome in Outcome:
+            self._ttft.labels(outcome)
+        for reason in (Reason.READ_FAILED, Reason.RENDER_FAILED, Reason.PREFILL_FAILED, Reason.BLOCK_SIZE_UNKNOWN):
+            self._turns.labels(Outcome.COLD, reason)
+        for reason in ("", Reason.PREFILL_FAILED, Reason.PREFILL_TIMEOUT, Reason.PREFILL_UNREACHABLE):
+            self._turns.labels(Outcome.DECODE_ONLY if reason else Outcome.REUSED, reason)
+
+    def watch(self, described: Described, value: Callable[[], float]) -> None:
+        """Show a gauge whose value is asked for when it is scraped."""
+        self._made(described).set_function(value)
 
     def began(self) -> None:
         """Count a request in."""
@@ -56,17 +228,99 @@ class Metrics:
         """Count a request out, by its receipt."""
         self._live.dec()
         self._turns.labels(receipt.outcome, receipt.reason or "").inc()
+        self._held.inc(receipt.held_tokens or 0)
         self._reused.inc(receipt.reused_tokens or 0)
         self._prompt.inc(receipt.prompt_tokens or 0)
         self._forbidden.inc(receipt.forbidden_fields_removed)
         if receipt.captured is not None:
             self._captured.labels(receipt.captured).inc()
+        if receipt.ttft_ms is not None:
+            self._ttft.labels(receipt.outcome).observe(receipt.ttft_ms / 1000)
+            parts = {"render": receipt.render_ms, "prefill": receipt.prefill_ms, "decode": receipt.decode_ms}
+            for part, milliseconds in parts.items():
+                if milliseconds is not None:
+                    self._ttft_parts.labels(part).observe(milliseconds / 1000)
 
     def leg(self, call: Call, result: LegResult) -> None:
         """Count one of our own calls."""
         status = f"{result.status // 100}xx" if result.status else result.error
         self._legs.labels(call.leg, status).observe(result.elapsed_seconds)
 
+    def dropped(self, reason: str) -> None:
+        """Count a kept handle that no turn will use."""
+        self._dropped.labels(reason).inc()
+
     def released(self, reason: str, result: str) -> None:
         """Count a release: ``result`` is ``freed``, ``failed`` or ``dropped``."""
         self._releases.labels(reason, result).inc()
+
+    def store_operation(self, operation: str, seconds: float) -> None:
+        """Count an operation of the store: ``take``, ``put`` or ``expire``."""
+        self._store_operations.labels(operation).observe(seconds)
+
+    def aborted(self, error: Exception) -> None:
+        """Count a stream that ended in an error."""
+        name = type(error).__name__
+        self._aborted.labels(name if name in ABORTED.labels["error"] else "other").inc()
+
+    def loop_lag(self, seconds: float) -> None:
+        """Note how late the event loop was."""
+        self._loop_lag.observe(max(0.0, seconds))
+
+
+class _Engines:
+    """Reads the store when it is scraped, so an engine's series ends with the last handle kept of it."""
+
+    def __init__(self, engines: Callable[[], list[EngineShare]]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterator[Metric]:
+        turns = GaugeMetricFamily(ENGINE_TURNS.name, ENGINE_TURNS.text, labels=list(ENGINE_TURNS.labels))
+        tokens = GaugeMetricFamily(ENGINE_TOKENS.name, ENGINE_TOKENS.text, labels=list(ENGINE_TOKENS.labels))
+        for label, (kept_turns, kept_tokens) in engine_rows(self._engines()).items():
+            turns.add_metric([label], kept_turns)
+            tokens.add_metric([label], kept_tokens)
+        yield turns
+        yield tokens
+
+
+def engine_rows(engines: list[EngineShare]) -> dict[str, tuple[int, int]]:
+    """Return turns and tokens by engine label. Those beyond the limit, in order of address, are summed up."""
+    rows: dict[str, tuple[int, int]] = {}
+    for engine in sorted(engines, key=lambda engine: engine.address):
+        label = engine.address if engine.address in rows or len(rows) < ENGINES_SHOWN else OTHER_ENGINES
+        turns, tokens = rows.get(label, (0, 0))
+        rows[label] = (turns + engine.turns, tokens + engine.tokens)
+    return rows
+
+
+_MARKDOWN_HEAD: Final = """# Metrics
+
+`GET /metrics` on the admin port (`KVLOOP_ADMIN_LISTEN`), in Prometheus' text format, one set per process. Times are
+seconds. Every label takes its values from a list, so the number of series is bounded whatever clients send. Made by
+`python -m extproc.metrics > docs/metrics.md`; a test keeps it current.
+
+Besides these there are `process_*` (CPU, memory, file descriptors) as all Prometheus clients expose them.
+
+| metric | type | meaning |
+|---|---|---|
+"""
+
+
+def as_markdown() -> str:
+    """Return the reference of all metrics, as docs/metrics.md holds it."""
+    lines = [f"| `{row.name}` | {row.kind.__name__.lower()} | {row.text} |\n" for row in TABLE]
+    labels = [
+        f"| `{row.name}` | `{label}` | {_listed(values)} |\n" for row in TABLE for label, values in row.labels.items()
+    ]
+    return "".join([_MARKDOWN_HEAD, *lines, "\n## Labels\n\n| metric | label | values |\n|---|---|---|\n", *labels])
+
+
+def _listed(values: Iterable[str] | str) -> str:
+    if isinstance(values, str):
+        return values
+    return ", ".join(f"`{value}`" if value else "empty" for value in values)
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")  # noqa: T201 - made to be redirected into the docs

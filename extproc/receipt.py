@@ -76,6 +76,10 @@ class Receipt:
     forbidden_fields_removed: int = 0
     captured: str | None = None
     cached_tokens: int | None = None
+    decode_ms: float | None = None
+    """From the request's departure to D to the first piece of D's streamed answer."""
+    ttft_ms: float | None = None
+    """From the request's arrival to that piece."""
 
     def header_value(self) -> str:
         """Return the receipt as an RFC 9651 dictionary, for the response header."""

@@ -44,6 +44,16 @@ class Dropped:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class EngineShare:
+    """What one decode engine holds for kept turns. ``address`` is its side channel's ``host:port``."""
+
+    engine_id: str
+    address: str
+    turns: int
+    tokens: int
+
+
 class MemoryStore:
     """Handles by conversation, bounded in entries and bytes. Not thread-safe: it belongs to one event loop."""
 
@@ -52,6 +62,7 @@ class MemoryStore:
         self._max_bytes = max_bytes
         self._turns: OrderedDict[ConversationKey, StoredTurn] = OrderedDict()
         self._keys_by_engine: dict[str, set[ConversationKey]] = {}
+        self._tokens_by_engine: dict[str, int] = {}
         self._engine_at: dict[tuple[str, int], str] = {}
         self._bytes = 0
 
@@ -62,6 +73,15 @@ class MemoryStore:
     def size_bytes(self) -> int:
         """Memory all kept turns cost, by ``StoredTurn.size_bytes``."""
         return self._bytes
+
+    def engines(self) -> list[EngineShare]:
+        """Return what each engine holds; those that hold nothing are left out."""
+        shares: list[EngineShare] = []
+        for engine_id, keys in self._keys_by_engine.items():
+            handle = self._turns[next(iter(keys))].handle
+            address = f"{handle.host}:{handle.port}"
+            shares.append(EngineShare(engine_id, address, len(keys), self._tokens_by_engine[engine_id]))
+        return shares
 
     def take(self, key: ConversationKey) -> StoredTurn | None:
         """Remove and return the conversation's turn, if any. Whoever takes it checks its deadline before use."""
@@ -80,7 +100,9 @@ class MemoryStore:
             # It would push out all others, and then itself.
             return [*dropped, Dropped(turn, "evicted")]
         self._turns[key] = turn
-        self._keys_by_engine.setdefault(turn.handle.engine_id, set()).add(key)
+        engine_id = turn.handle.engine_id
+        self._keys_by_engine.setdefault(engine_id, set()).add(key)
+        self._tokens_by_engine[engine_id] = self._tokens_by_engine.get(engine_id, 0) + turn.handle.tokens
         self._bytes += turn.size_bytes
         while len(self._turns) > self._max_conversations or self._bytes > self._max_bytes:
             dropped.append(Dropped(self._remove_oldest(), "evicted"))
@@ -120,8 +142,10 @@ class MemoryStore:
         if turn is None:
             return None
         self._bytes -= turn.size_bytes
-        keys = self._keys_by_engine[turn.handle.engine_id]
+        engine_id = turn.handle.engine_id
+        keys = self._keys_by_engine[engine_id]
         keys.discard(key)
+        self._tokens_by_engine[engine_id] -= turn.handle.tokens
         if not keys:
-            del self._keys_by_engine[turn.handle.engine_id]
+            del self._keys_by_engine[engine_id], self._tokens_by_engine[engine_id]
         return turn

@@ -101,6 +101,7 @@ class ProcessStream:
             self._abort(error)
         except Exception as error:
             log.exception("stream_failed")
+            self._gateway.metrics.aborted(error)
             self._abandon()
             self._responder.finish(Status.INTERNAL, type(error).__name__)
 
@@ -115,7 +116,7 @@ class ProcessStream:
                 self._call = asyncio.get_running_loop().create_task(self._perform_call(effect))
                 return False, None
             case Take(key):
-                return True, self._gateway.store.take(key)
+                return True, self._gateway.take(key)
             case Keep(key, turn):
                 self._gateway.keep(key, turn)
             case Release():
@@ -137,6 +138,7 @@ class ProcessStream:
 
     def _abort(self, error: Exception) -> None:
         log.warning("stream_aborted", error=type(error).__name__, detail=str(error))
+        self._gateway.metrics.aborted(error)
         self._end(Status.INTERNAL, type(error).__name__)
 
     def _abandon(self) -> None:

@@ -813,3 +813,27 @@ def test_cutting_request_and_response_differently_changes_nothing(cuts: list[int
 def split(text: bytes, cuts: list[int]) -> list[bytes]:
     at = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     return [text[start:end] for start, end in itertools.pairwise(at)]
+
+
+# --- the time to the first token ------------------------------------------------------------------------------------
+
+
+def stream_after(world: World, seconds: float, *chunks: bytes, **response: Any) -> Seen:
+    """A turn whose answer begins so long after its request, and ends long after that."""
+    events = world.request(CHAT, x_conversation_id="c1")
+    world.now += seconds
+    answer = world.response(*chunks, **response)
+    world.now += 100
+    return world.run([*events, *answer[:-1], dataclasses.replace(answer[-1], at=world.now)])
+
+
+def test_the_first_piece_of_a_stream_stops_the_clock(world) -> None:
+    seen = stream_after(world, 3.0, sse({"choices": []}), sse({"choices": []}))
+    assert seen.receipt.ttft_ms == pytest.approx(3000)
+    assert seen.receipt.decode_ms is not None
+    assert seen.receipt.decode_ms <= 3000
+
+
+def test_an_answer_in_one_piece_has_no_first_token(world) -> None:
+    seen = stream_after(world, 3.0, b"{}", content_type="application/json")
+    assert (seen.receipt.ttft_ms, seen.receipt.decode_ms) == (None, None)

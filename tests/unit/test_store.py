@@ -139,6 +139,12 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(self.store) == len(self.kept) <= MAX_CONVERSATIONS
         assert self.store.size_bytes == sum(kept.size_bytes for _, kept in self.kept) <= MAX_BYTES
 
+    @invariant()
+    def knows_what_each_engine_holds(self) -> None:
+        shares = {share.engine_id: (share.turns, share.tokens) for share in self.store.engines()}
+        engines = [kept.handle.engine_id for _, kept in self.kept]
+        assert shares == {engine: (engines.count(engine), 64 * engines.count(engine)) for engine in engines}
+
     def teardown(self) -> None:
         self.store.drain()
         assert (len(self.store), self.store.size_bytes) == (0, 0)
