@@ -3,9 +3,10 @@
 Read the modules in this order to follow one request:
 
 ``settings`` → ``headers`` → ``events`` → ``errors`` → ``endpoints`` → ``splice`` → ``request`` → ``identity`` →
-``handle`` → ``proof`` → ``store`` → ``legs`` → ``sse`` → ``turn`` → ``receipt`` → ``exchange`` (the life of a request),
-then the shells that do the work: ``wire`` (protobuf), ``http2`` and ``grpc_server`` (gRPC), ``stream``,
-``gateway``, ``workers_client`` (HTTP), ``metrics``, ``log``, ``admin``, ``server``, ``cli``.
+``handle`` → ``proof`` → ``store`` → ``legs`` → ``sse`` → ``turn`` → ``receipt`` → ``exchange`` (the life of a request;
+it is made of ``http_exchange``, ``attaching`` and ``capturing``), then the shells that do the work: ``wire``
+(protobuf), ``http2`` and ``grpc_server`` (gRPC), ``stream``, ``gateway``, ``workers_client`` (HTTP), ``metrics``,
+``log``, ``admin``, ``server``, ``cli``.
 """
 
 __version__ = "0.1.0"

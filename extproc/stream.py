@@ -18,8 +18,9 @@ import structlog
 from extproc import wire
 from extproc.errors import EnvoyProtocolError
 from extproc.events import Call, Effect, Keep, LearnBlockSize, Receive, Release, Take
-from extproc.exchange import Exchange, StreamEnded
+from extproc.exchange import Exchange
 from extproc.grpc_server import Responder, Status
+from extproc.http_exchange import StreamEnded
 from extproc.sse import EventTooLarge
 from extproc.turn import ResponseTooLarge
 

@@ -14,6 +14,7 @@ import simpy
 from bench.soak.workers import Answer, WorkerGoneError
 from extproc import headers as names
 from extproc import legs
+from extproc.attaching import CLIENT_ERRORS
 from extproc.events import (
     Call,
     Effect,
@@ -37,7 +38,8 @@ from extproc.events import (
     Take,
     header,
 )
-from extproc.exchange import CLIENT_ERRORS, Exchange, StreamEnded
+from extproc.exchange import Exchange
+from extproc.http_exchange import StreamEnded
 from extproc.pool import PoolKnowledge
 from extproc.store import MemoryStore
 from workers.sim.api_request import ApiError

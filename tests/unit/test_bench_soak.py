@@ -11,7 +11,7 @@ from bench.soak import Result, soak
 from bench.soak.client import ACTS, text_of
 from bench.soak.command import combine, main
 from bench.soak.world import MUST_BE_ZERO
-from extproc import exchange
+from extproc import attaching
 from extproc.cli import main as cli
 from extproc.handle import attach_whole
 from extproc.reuse import Attachment
@@ -52,7 +52,7 @@ def test_without_the_proof_turns_attend_to_wrong_kv_and_say_so(monkeypatch: pyte
     def attach_blindly(turn: Any, prompt_ids: Any, **_: Any) -> Attachment:
         return Attachment(attach_whole(turn.handle), min(turn.handle.tokens, len(prompt_ids)), is_whole=True)
 
-    monkeypatch.setattr(exchange, "prove", attach_blindly)
+    monkeypatch.setattr(attaching, "prove", attach_blindly)
     result = soak(300, seed=1)
     assert result.violations["wrong_kv_turns"] > 0
     assert result.violations["texts_wrong"] > 0

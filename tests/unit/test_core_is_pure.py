@@ -11,6 +11,8 @@ import extproc
 
 PACKAGE = Path(extproc.__file__).parent
 CORE = (
+    "attaching",
+    "capturing",
     "endpoints",
     "errors",
     "events",
@@ -18,6 +20,7 @@ CORE = (
     "handle",
     "headers",
     "http2",
+    "http_exchange",
     "identity",
     "legs",
     "pool",
@@ -35,6 +38,7 @@ START = ("__init__", "settings")
 
 ALLOWED_OUTSIDE = {
     "__future__",
+    "abc",
     "array",
     "base64",
     "binascii",

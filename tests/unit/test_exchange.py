@@ -401,7 +401,7 @@ def test_a_handle_p_refused_to_look_at_is_released(world: World, status: int) ->
 def test_a_turn_taken_but_never_sent_is_released_when_the_exchange_fails(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("extproc.exchange.prove", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr("extproc.attaching.prove", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         ask(world)
     assert len(world.store) == 0

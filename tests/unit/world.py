@@ -38,7 +38,8 @@ from extproc.events import (
     Take,
     header,
 )
-from extproc.exchange import Exchange, StreamEnded
+from extproc.exchange import Exchange
+from extproc.http_exchange import StreamEnded
 from extproc.pool import PoolKnowledge
 from extproc.receipt import Receipt
 from extproc.settings import GatewaySettings

@@ -1,0 +1,107 @@
+"""Find out what may be attached to a prompt: take the conversation's turn, have P render the prompt, prove the one by the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from extproc import legs
+from extproc.events import Effect, Leg, LegResult, Take
+from extproc.http_exchange import OK, HttpExchange
+from extproc.receipt import Outcome, Reason
+from extproc.reuse import Attachment, prove
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from extproc.request import ApiRequest
+    from extproc.store import StoredTurn
+
+CLIENT_ERRORS: Final = frozenset({400, 401, 403, 404, 413, 422})
+"""P's answers that are the client's to mend: passed on unchanged, and no decode leg is sent."""
+
+
+class AttachingExchange(HttpExchange):
+    """An exchange whose request may get a handle."""
+
+    __slots__ = ()
+
+    def _find_reuse(self, request: ApiRequest) -> Generator[Effect, Any, tuple[list[int] | None, Attachment | None]]:
+        """Return the prompt's token ids (None: P shall tokenise) and what may be attached to them."""
+        if self._key is None or self.receipt.reason is not None:
+            return request.token_id_prompt, None
+        turn: StoredTurn | None = yield Take(self._key)
+        if turn is None:
+            self.receipt.reason = Reason.NOTHING_KEPT
+            return request.token_id_prompt, None
+        self._unsent = turn
+        self.receipt.held_tokens = turn.handle.tokens
+        prompt_ids = request.token_id_prompt
+        if prompt_ids is None:
+            prompt_ids = yield from self._render(request)
+        verdict = self._verdict(turn, prompt_ids)
+        if isinstance(verdict, Attachment):
+            return prompt_ids, verdict
+        self.receipt.reason = verdict
+        yield from self._release_unsent(verdict)
+        return prompt_ids, None
+
+    def _verdict(self, turn: StoredTurn, prompt_ids: list[int] | None) -> Attachment | Reason:
+        if prompt_ids is None:
+            return Reason.RENDER_FAILED
+        if turn.deadline <= self._now:
+            return Reason.EXPIRED
+        block_size = (
+            turn.block_size_tokens
+            or self.pool.block_size_tokens(turn.handle.engine_id)
+            or self.settings.decode_block_size_tokens
+        )
+        minimum = self.settings.min_reuse_tokens
+        return prove(turn, prompt_ids, block_size_tokens=block_size, min_tokens=minimum)
+
+    def _render(self, request: ApiRequest) -> Generator[Effect, Any, list[int] | None]:
+        path, body = request.endpoint.render_path, legs.render_body(request)
+        result = yield from self._call(Leg.RENDER, path, body, self.settings.render_timeout_seconds)
+        self.receipt.render_ms = result.elapsed_seconds * 1000
+        return legs.read_rendered(result.body) if result.status == OK else None
+
+    def _call_attached(
+        self, request: ApiRequest, body: bytes
+    ) -> Generator[Effect, Any, tuple[LegResult, legs.Prefilled | None]]:
+        """Send P what carries the handle, which is used up with that; no ``Prefilled``: try again without it."""
+        turn, self._unsent = self._unsent, None
+        result = yield from self._call(
+            Leg.PREFILL, request.endpoint.path, body, self.settings.reuse_timeout_seconds, attempt="reuse"
+        )
+        self.receipt.prefill_ms = result.elapsed_seconds * 1000
+        if result.status in CLIENT_ERRORS:
+            # P's front refused the request, so its engine read nothing and never will: D need not wait for it.
+            self._unsent = turn
+            yield from self._release_unsent("refused")
+        prefilled = legs.read_prefilled(result.body) if result.status == OK else None
+        if prefilled is None:
+            self.receipt.reason = failure(result)
+        return result, prefilled
+
+    def _note_reuse(self, attachment: Attachment, prefilled: legs.Prefilled) -> None:
+        """Put down in the receipt what P made of the handle."""
+        read = attachment.tokens if prefilled.cached_tokens is None else prefilled.cached_tokens
+        # Short of the rest P's own cache had the start of it, and what was left was not worth a read to P.
+        if attachment.tokens - read >= self.settings.min_reuse_tokens:
+            self._conclude(Outcome.COLD, Reason.READ_FAILED)
+        elif attachment.is_whole:
+            self._conclude(Outcome.REUSED, None)
+        else:
+            self._conclude(Outcome.PARTIAL, Reason.HISTORY_DIFFERS)
+        # P counts what its own prefix cache had, too; no more than what was attached can have come from D.
+        self.receipt.reused_tokens = min(read, attachment.tokens)
+        self.receipt.cached_tokens = prefilled.cached_tokens
+        self.receipt.prompt_tokens = len(prefilled.prompt_ids or ())
+
+
+def failure(result: LegResult) -> Reason:
+    """Name what was wrong with P's answer."""
+    if result.error == "timeout":
+        return Reason.PREFILL_TIMEOUT
+    if result.error:
+        return Reason.PREFILL_UNREACHABLE
+    return Reason.PREFILL_WITHOUT_KV if result.status == OK else Reason.PREFILL_FAILED

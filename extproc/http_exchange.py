@@ -1,0 +1,251 @@
+"""What every role does with an HTTP exchange: receive it, know whose it is, call P for it, answer, and clean up.
+
+An exchange is a generator that does no I/O: it yields ``Effect``s (what to wait for, answer, call, keep) and is sent their
+results; a shell performs them (``stream``), a test plays them by hand. So the code of a role reads in the order in which
+things happen: see ``exchange`` for the gateway's.
+
+Rules that must stay true of every role:
+
+* Nothing unproven is ever attached: transfer parameters with a handle come from ``reuse.prove`` only.
+* A handle that was sent to P, with whatever result, never comes back. A taken one that was not sent is released.
+* Every message from Envoy is answered once, in order; none is answered after the end of its direction.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from extproc import headers as names
+from extproc import legs
+from extproc.errors import ClientError, EnvoyProtocolError
+from extproc.events import (
+    Call,
+    Effect,
+    Ended,
+    Event,
+    ForwardChunk,
+    ForwardResponseHeaders,
+    ForwardTrailers,
+    Headers,
+    Leg,
+    LegResult,
+    Receive,
+    Refuse,
+    Release,
+    RequestBody,
+    RequestHeaders,
+    RequestTrailers,
+    ResponseBody,
+    ResponseHeaders,
+    ResponseTrailers,
+    header,
+)
+from extproc.identity import ConversationKey, IdentityRules, InvalidConversationId, find_conversation
+from extproc.receipt import Outcome, Reason, Receipt
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from extproc.pool import PoolKnowledge
+    from extproc.request import ApiRequest
+    from extproc.settings import GatewaySettings
+    from extproc.store import StoredTurn
+
+OK: Final = 200
+
+_LONGEST_LENGTH: Final = 18
+"""Digits of a content-length worth converting: an exabyte is too much in any case."""
+
+_HOP_BY_HOP: Final = frozenset(
+    {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect", "host"}
+)
+_OF_THE_BODY: Final = frozenset({"content-length", "content-type", "content-encoding", "accept", "accept-encoding"})
+_NOT_FORWARDED: Final = _HOP_BY_HOP | _OF_THE_BODY | {"x-request-id"}
+_NOT_FORWARDED_PREFIXES: Final = (":", names.INTERNAL_PREFIX, "x-envoy-")
+
+
+class StreamEnded(Exception):
+    """Envoy closed the stream, or the client left. Thrown into the generator by the shell when it is cancelled."""
+
+
+class AnsweredEarly(Exception):
+    """The response began before the request had ended."""
+
+    def __init__(self, response: ResponseHeaders) -> None:
+        super().__init__()
+        self.response = response
+
+
+@dataclass(slots=True)
+class HttpExchange(ABC):
+    """One HTTP exchange. ``receipt`` is readable at any time; ``run`` may be called once."""
+
+    settings: GatewaySettings
+    pool: PoolKnowledge
+    receipt: Receipt = field(default_factory=Receipt)
+    _now: float = 0.0
+    _arrived_at: float = 0.0
+    _forwarded_at: float = 0.0
+    _headers: Headers = ()
+    _key: ConversationKey | None = None
+    _unsent: StoredTurn | None = None
+
+    def run(self) -> Generator[Effect, Any, None]:
+        """Serve the request. Never raises for what a client, a worker or the network does."""
+        try:
+            yield from self._serve()
+        except ClientError as error:
+            self.receipt.outcome, self.receipt.reason = Outcome.REFUSED, Reason.CLIENT_ERROR
+            yield self._refusal(error.status, error.body, "application/json")
+        except StreamEnded:
+            pass
+        except Exception:
+            yield from self._release_unsent("failed")
+            raise
+        yield from self._release_unsent("abandoned")
+
+    @abstractmethod
+    def _serve(self) -> Generator[Effect, Any, None]:
+        """Serve the request, as the role does."""
+
+    # --- the request arrives ----------------------------------------------------------------------------------------
+
+    def _receive(self) -> Generator[Effect, Any, Event]:
+        event: Event = yield Receive()
+        self._now = event.at
+        if isinstance(event, Ended):
+            raise StreamEnded
+        return event
+
+    def _collect(self, opening: RequestHeaders) -> Generator[Effect, Any, tuple[bytes | None, bool]]:
+        """Return the whole body (None if there is none) and whether trailers ended it."""
+        if opening.end_of_stream:
+            return None, False
+        limit = self.settings.request_max_bytes
+        announced = header(opening.headers, "content-length")
+        if (
+            announced is not None
+            and announced.isdecimal()
+            and (len(announced) > _LONGEST_LENGTH or int(announced) > limit)
+        ):
+            raise _too_large(limit)
+        pieces: list[bytes] = []
+        size = 0
+        while True:
+            event = yield from self._receive()
+            match event:
+                case RequestBody():
+                    size += len(event.data)
+                    if size > limit:
+                        raise _too_large(limit)
+                    pieces.append(event.data)
+                    if event.end_of_stream:
+                        return b"".join(pieces), False
+                case RequestTrailers():
+                    return b"".join(pieces), True
+                case ResponseHeaders():
+                    raise AnsweredEarly(event)
+                case _:
+                    raise EnvoyProtocolError(f"{type(event).__name__} arrived inside a request")
+
+    # --- whose it is ------------------------------------------------------------------------------------------------
+
+    def _identify(self, request: ApiRequest) -> None:
+        """Find the conversation, and note why reuse is out of the question if it is."""
+        settings = self.settings
+        rules = IdentityRules(
+            settings.conversation_headers,
+            settings.conversation_fields,
+            settings.tenant_header,
+            settings.conversation_id_max_bytes,
+        )
+        try:
+            self._key = find_conversation(self._headers, request.fields, rules)
+        except InvalidConversationId:
+            self.receipt.reason = Reason.INVALID_CONVERSATION_ID
+        else:
+            self.receipt.reason = Reason.NO_CONVERSATION if self._key is None else None
+        if self._key is not None:
+            self.receipt.conversation = str(self._key)
+            self.receipt.reason = self._reuse_ruled_out(request)
+
+    def _reuse_ruled_out(self, request: ApiRequest) -> Reason | None:
+        if not self.settings.reuse:
+            return Reason.REUSE_OFF
+        if not self.settings.prefill_bidirectional:
+            return Reason.NOT_BIDIRECTIONAL
+        if self.pool.prompt_ids_differed:
+            return Reason.PROMPT_IDS_DIFFER
+        if not legs.is_text_only(request):
+            return Reason.NON_TEXT
+        return None
+
+    # --- calls and answers of our own -------------------------------------------------------------------------------
+
+    def _call(
+        self, leg: Leg, path: str, body: bytes, timeout_seconds: float, attempt: str = ""
+    ) -> Generator[Effect, Any, LegResult]:
+        request_id = header(self._headers, "x-request-id") or "kvloop"
+        forwarded = tuple(
+            (name, value)
+            for name, value in self._headers
+            if name not in _NOT_FORWARDED and not name.startswith(_NOT_FORWARDED_PREFIXES)
+        )
+        own: Headers = (
+            ("content-type", "application/json"),
+            # Each attempt is a request of its own to vLLM, which tells requests apart by this id.
+            ("x-request-id", "-".join(filter(None, (request_id, leg, attempt)))),
+            (names.LEG, leg),
+        )
+        result: LegResult = yield Call(leg, path, forwarded + own, body, timeout_seconds)
+        self._now = result.at
+        return result
+
+    def _release_unsent(self, reason: str) -> Generator[Effect, Any, None]:
+        turn, self._unsent = self._unsent, None
+        if turn is not None:
+            yield Release(turn.handle, turn.model, reason)
+
+    def _conclude(self, outcome: Outcome, reason: Reason | None) -> None:
+        self.receipt.outcome, self.receipt.reason = outcome, reason
+
+    def _refusal(self, status: int, body: bytes, content_type: str) -> Refuse:
+        headers = (("content-type", content_type), (names.RECEIPT, self.receipt.header_value()))
+        return Refuse(status, body, headers, self.receipt.metadata())
+
+    # --- the response -----------------------------------------------------------------------------------------------
+
+    def _receive_response(self) -> Generator[Effect, Any, Event]:
+        """Wait for the response; a repeated end of the request (seen on some Envoys) wants no answer."""
+        event = yield from self._receive()
+        while isinstance(event, RequestBody | RequestTrailers):
+            event = yield from self._receive()
+        return event
+
+    def _pass_response(self, event: Event) -> Generator[Effect, Any, None]:
+        """Let a response go that is none of our business, whatever part of it comes first."""
+        while True:
+            match event:
+                case ResponseHeaders():
+                    yield ForwardResponseHeaders(watch=False)
+                case ResponseBody(end_of_stream=end):
+                    yield ForwardChunk()
+                    if end:
+                        return
+                case ResponseTrailers():
+                    yield ForwardTrailers()
+                    return
+                case _:
+                    raise EnvoyProtocolError(f"{type(event).__name__} arrived inside a response")
+            event = yield from self._receive()
+
+
+def is_plain(content_encoding: str | None) -> bool:
+    """Tell whether a body so encoded can be read as it is."""
+    return content_encoding is None or content_encoding.strip().lower() in ("", "identity")
+
+
+def _too_large(limit: int) -> ClientError:
+    return ClientError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")
