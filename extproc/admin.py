@@ -1,9 +1,11 @@
-"""The admin port: metrics and liveness, for those who run the gateway."""
+"""The admin port: metrics, liveness and a look inside, for those who run the gateway."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ipaddress
+from typing import TYPE_CHECKING, Final
 
+import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -13,9 +15,12 @@ if TYPE_CHECKING:
     from extproc.gateway import Gateway
     from extproc.settings import GatewaySettings
 
+_SHOWN: Final = 50
+_MOST_SHOWN: Final = 1000
+
 
 async def start_admin(gateway: Gateway, settings: GatewaySettings) -> web.AppRunner:
-    """Serve ``/metrics`` and ``/healthz``; raises ``ConfigError``. Clean the runner up to stop."""
+    """Serve ``/metrics``, ``/healthz`` and ``/debug/state``; raises ``ConfigError``. Clean the runner up to stop."""
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(
@@ -25,8 +30,17 @@ async def start_admin(gateway: Gateway, settings: GatewaySettings) -> web.AppRun
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
+    async def state(request: web.Request) -> web.Response:
+        if settings.debug_state == "loopback" and not _is_loopback(request.remote):
+            raise web.HTTPForbidden(text="Only answered on this machine; KVLOOP_DEBUG_STATE=anyone changes that.\n")
+        wanted = request.query.get("limit", "")
+        limit = min(int(wanted), _MOST_SHOWN) if wanted.isdecimal() and len(wanted) < 10 else _SHOWN  # noqa: PLR2004
+        return web.Response(body=orjson.dumps(gateway.state(limit)), content_type="application/json")
+
     app = web.Application()
     app.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthz)])
+    if settings.debug_state != "off":
+        app.add_routes([web.get("/debug/state", state)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     host, _, port = settings.admin_listen.rpartition(":")
@@ -38,3 +52,8 @@ async def start_admin(gateway: Gateway, settings: GatewaySettings) -> web.AppRun
             f"cannot listen on {settings.admin_listen}: {error.strerror}; set KVLOOP_ADMIN_LISTEN to a free address"
         ) from None
     return runner
+
+
+def _is_loopback(peer: str | None) -> bool:
+    address = ipaddress.ip_address(peer) if peer else None
+    return address is not None and (getattr(address, "ipv4_mapped", None) or address).is_loopback

@@ -47,6 +47,9 @@ class CapturingExchange(HttpExchange):
         event = yield from self._receive_response()
         if not isinstance(event, ResponseHeaders):
             raise EnvoyProtocolError(f"{type(event).__name__} arrived instead of response headers")
+        status = header(event.headers, ":status") or ""
+        self.status = int(status) if status.isdecimal() else None
+        self.upstream = event.upstream_address
         learns = asked or request.wants_token_ids
         hides = asked and not request.wants_token_ids
         settings = self.settings
@@ -89,7 +92,7 @@ class CapturingExchange(HttpExchange):
 
     def _note_first_token(self) -> None:
         self.receipt.decode_ms = (self._now - self._forwarded_at) * 1000
-        self.receipt.ttft_ms = (self._now - self._arrived_at) * 1000
+        self.receipt.ttft_ms = (self._now - self.arrived_at) * 1000
 
     def _capture(self, request: ApiRequest, learned: Learned, upstream: str | None) -> Generator[Effect, Any, None]:
         """Keep the handle D published for the next turn, or have D free its blocks."""

@@ -48,7 +48,7 @@ class Exchange(AttachingExchange, CapturingExchange):
             # A filter before ours answered by itself; the stream starts with its response.
             yield from self._pass_response(opening)
             return
-        self._headers, self._arrived_at = opening.headers, opening.at
+        self.headers, self.arrived_at = opening.headers, opening.at
         endpoint = find_endpoint(header(opening.headers, ":method") or "", header(opening.headers, ":path") or "")
         try:
             body, had_trailers = yield from self._collect(opening)
@@ -60,7 +60,7 @@ class Exchange(AttachingExchange, CapturingExchange):
             yield ForwardRequest(body, had_trailers=had_trailers)
             yield from self._pass_response((yield from self._receive_response()))
             return
-        request = parse_request(endpoint, body)
+        self.request = request = parse_request(endpoint, body)
         self.receipt.forbidden_fields_removed = request.forbidden_fields_removed
         leg = yield from self._route(request)
         if leg is None:
@@ -80,7 +80,7 @@ class Exchange(AttachingExchange, CapturingExchange):
 
     def _route(self, request: ApiRequest) -> Generator[Effect, Any, DecodeLeg | None]:
         """Run the prefill leg; None when the client has been answered already."""
-        encoding = header(self._headers, "content-encoding")
+        encoding = header(self.headers, "content-encoding")
         if not is_plain(encoding):
             raise ClientError(415, f"Content-Encoding {encoding} is not supported.", code="unsupported_encoding")
         alone = legs.plan_decode_alone(request)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from extproc import __version__
+from extproc.debug_state import snapshot
 from extproc.events import Call, LearnBlockSize, Release
+from extproc.log import turn_facts
 from extproc.metrics import PROMPT_IDS_DIFFER, RELEASES_WAITING, Metrics
 from extproc.pool import PoolKnowledge
 from extproc.receipt import Reason
@@ -21,14 +26,17 @@ if TYPE_CHECKING:
     from extproc.events import LegResult
     from extproc.exchange import Exchange
     from extproc.identity import ConversationKey
+    from extproc.receipt import Receipt
     from extproc.settings import GatewaySettings
     from extproc.store import Dropped, StoredTurn
+    from extproc.tracing import Tracing
     from extproc.workers_client import WorkersClient
 
 _RELEASES_AT_ONCE: Final = 4
 _RELEASES_WAITING: Final = 10_000
 RELEASE_TIMEOUT_SECONDS: Final = 10.0
 _EXPIRY_INTERVAL_SECONDS: Final = 1.0
+RECENT_TURNS: Final = 100
 
 log = structlog.get_logger()
 
@@ -36,8 +44,10 @@ log = structlog.get_logger()
 class Gateway:
     """The state one process shares between its exchanges, and the means to perform their effects."""
 
-    def __init__(self, settings: GatewaySettings, client: WorkersClient) -> None:
+    def __init__(self, settings: GatewaySettings, client: WorkersClient, tracing: Tracing | None = None) -> None:
         self.settings = settings
+        self.tracing = tracing
+        self.recent: deque[tuple[float, Receipt]] = deque(maxlen=RECENT_TURNS)
         self.pool = PoolKnowledge()
         self.store = MemoryStore(max_conversations=settings.store_max_conversations, max_bytes=settings.store_max_bytes)
         self.metrics = Metrics(self.store)
@@ -48,6 +58,9 @@ class Gateway:
         self.metrics.watch(PROMPT_IDS_DIFFER, lambda: self.pool.prompt_ids_differed)
         self._errands: set[asyncio.Task[None]] = set()
         self._warned: set[str] = set()
+        levels = logging.getLevelNamesMapping()
+        self._turn_level = levels[settings.turn_log_level.upper()]
+        self._logs_turns = self._turn_level >= levels[settings.log_level.upper()]
 
     async def call(self, call: Call) -> LegResult:
         """Perform a leg."""
@@ -78,9 +91,10 @@ class Gateway:
         """Find out a block size in the background."""
         self._run_errand(self._learn_block_size(wanted))
 
-    def finished(self, exchange: Exchange) -> None:
+    def finished(self, exchange: Exchange, *, trace_id: str | None = None) -> None:
         """Count an exchange out, and say what somebody should know of it."""
         receipt = exchange.receipt
+        self.recent.append((time.monotonic(), receipt))
         self.metrics.finished(receipt)
         if receipt.reason is Reason.PROMPT_IDS_DIFFER:
             log.error(
@@ -94,7 +108,16 @@ class Gateway:
                 "handle_with_loopback_host",
                 fix="set VLLM_NIXL_SIDE_CHANNEL_HOST on D to an address P can reach, or KVLOOP_SINGLE_HOST=true",
             )
-        log.debug("request_finished", **receipt.metadata(), captured=receipt.captured)
+        if self._logs_turns:
+            log.log(self._turn_level, "turn_finished", **turn_facts(exchange, trace_id))
+
+    def state(self, limit: int) -> dict[str, Any]:
+        """Describe what is going on, for ``/debug/state``."""
+        now = time.monotonic()
+        return {
+            "version": __version__,
+            **snapshot(self.settings, self.pool, self.store, self.recent, now=now, limit=limit),
+        }
 
     # --- in the background ------------------------------------------------------------------------------------------
 

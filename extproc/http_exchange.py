@@ -80,15 +80,22 @@ class AnsweredEarly(Exception):
 
 @dataclass(slots=True)
 class HttpExchange(ABC):
-    """One HTTP exchange. ``receipt`` is readable at any time; ``run`` may be called once."""
+    """One HTTP exchange. ``receipt`` is readable at any time; ``run`` may be called once.
+
+    What came is readable as soon as it is here: the request's ``headers`` and when they ``arrived_at``, the ``request``,
+    the HTTP ``status`` of its answer and the ``upstream`` (``ip:port``) that gave it.
+    """
 
     settings: GatewaySettings
     pool: PoolKnowledge
     receipt: Receipt = field(default_factory=Receipt)
+    headers: Headers = ()
+    arrived_at: float = 0.0
+    request: ApiRequest | None = None
+    status: int | None = None
+    upstream: str | None = None
     _now: float = 0.0
-    _arrived_at: float = 0.0
     _forwarded_at: float = 0.0
-    _headers: Headers = ()
     _key: ConversationKey | None = None
     _unsent: StoredTurn | None = None
 
@@ -162,7 +169,7 @@ class HttpExchange(ABC):
             settings.conversation_id_max_bytes,
         )
         try:
-            self._key = find_conversation(self._headers, request.fields, rules)
+            self._key = find_conversation(self.headers, request.fields, rules)
         except InvalidConversationId:
             self.receipt.reason = Reason.INVALID_CONVERSATION_ID
         else:
@@ -187,10 +194,10 @@ class HttpExchange(ABC):
     def _call(
         self, leg: Leg, path: str, body: bytes, timeout_seconds: float, attempt: str = ""
     ) -> Generator[Effect, Any, LegResult]:
-        request_id = header(self._headers, "x-request-id") or "kvloop"
+        request_id = header(self.headers, "x-request-id") or "kvloop"
         forwarded = tuple(
             (name, value)
-            for name, value in self._headers
+            for name, value in self.headers
             if name not in _NOT_FORWARDED and not name.startswith(_NOT_FORWARDED_PREFIXES)
         )
         own: Headers = (
@@ -212,6 +219,7 @@ class HttpExchange(ABC):
         self.receipt.outcome, self.receipt.reason = outcome, reason
 
     def _refusal(self, status: int, body: bytes, content_type: str) -> Refuse:
+        self.status = status
         headers = (("content-type", content_type), (names.RECEIPT, self.receipt.header_value()))
         return Refuse(status, body, headers, self.receipt.metadata())
 

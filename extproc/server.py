@@ -18,6 +18,7 @@ from extproc.grpc_server import GrpcServer
 from extproc.log import configure_logging
 from extproc.settings import GatewaySettings, unknown_variables
 from extproc.stream import PROCESS_PATH, ProcessStream
+from extproc.tracing import start_tracing
 from extproc.workers_client import WorkersClient
 
 log = structlog.get_logger()
@@ -42,8 +43,9 @@ async def serve(settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT, then drain: finish running streams, release kept handles. Raises ConfigError."""
     secret = settings.worker_secret.get_secret_value() if settings.worker_secret else None
     api_key = settings.worker_api_key.get_secret_value() if settings.worker_api_key else None
+    tracing = start_tracing(os.environ)
     async with WorkersClient(settings.prefill_url, secret=secret, api_key=api_key) as client:
-        gateway = Gateway(settings, client)
+        gateway = Gateway(settings, client, tracing)
         server = await _start_grpc(gateway, settings)
         admin = await start_admin(gateway, settings)
         background = asyncio.create_task(gateway.run_background())
@@ -59,6 +61,8 @@ async def serve(settings: GatewaySettings) -> None:
             background.cancel()
             await asyncio.gather(background, return_exceptions=True)
             await admin.cleanup()
+            if tracing is not None:
+                await tracing.stop()
             log.info("stopped")
 
 

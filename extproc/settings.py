@@ -61,7 +61,9 @@ class GatewaySettings(BaseSettings):
 
     # --- where it listens and whom it calls -----------------------------------------------------------------
     listen: ListenAddress = Field("127.0.0.1:50051", description="gRPC address Envoy's ext_proc filter connects to.")
-    admin_listen: ListenAddress = Field("127.0.0.1:9464", description="HTTP address of /metrics and /healthz.")
+    admin_listen: ListenAddress = Field(
+        "127.0.0.1:9464", description="HTTP address of /metrics, /healthz and /debug/state."
+    )
     prefill_url: Url = Field(
         "http://127.0.0.1:10001",
         description="Base URL of Envoy's prefill listener, which balances the prefill legs over the P pool.",
@@ -148,7 +150,16 @@ class GatewaySettings(BaseSettings):
         600.0, description="After SIGTERM running streams may take this long; keep it above the longest answer."
     )
 
+    # --- what it tells ----------------------------------------------------------------------------------------
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
+    turn_log_level: Literal["debug", "info"] = Field(
+        "debug",
+        description="Level of the one line per turn. Envoy's access log tells the same, so by default it is not said twice.",
+    )
+    debug_state: Literal["loopback", "anyone", "off"] = Field(
+        "loopback",
+        description="Whom /debug/state, which `kvloop top` shows, answers: conversations as hashes, addresses of engines.",
+    )
 
     @model_validator(mode="after")
     def _margin_fits(self) -> GatewaySettings:

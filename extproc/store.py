@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -73,6 +74,10 @@ class MemoryStore:
     def size_bytes(self) -> int:
         """Memory all kept turns cost, by ``StoredTurn.size_bytes``."""
         return self._bytes
+
+    def newest(self, limit: int) -> list[tuple[ConversationKey, StoredTurn]]:
+        """Return the turns kept last, the newest first."""
+        return list(islice(reversed(self._turns.items()), limit))
 
     def engines(self) -> list[EngineShare]:
         """Return what each engine holds; those that hold nothing are left out."""

@@ -17,11 +17,12 @@ import structlog
 
 from extproc import wire
 from extproc.errors import EnvoyProtocolError
-from extproc.events import Call, Effect, Keep, LearnBlockSize, Receive, Release, Take
+from extproc.events import Call, Effect, ForwardRequest, Keep, LearnBlockSize, Receive, Release, Take, header
 from extproc.exchange import Exchange
 from extproc.grpc_server import Responder, Status
 from extproc.http_exchange import StreamEnded
 from extproc.sse import EventTooLarge
+from extproc.tracing import TurnTrace
 from extproc.turn import ResponseTooLarge
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class ProcessStream:
         self._is_ended = False
         self._is_busy = False
         self._call: asyncio.Task[None] | None = None
+        self._trace: TurnTrace | None = None
         gateway.metrics.began()
         self._advance()
 
@@ -101,9 +103,9 @@ class ProcessStream:
         except (EnvoyProtocolError, EventTooLarge, ResponseTooLarge) as error:
             self._abort(error)
         except Exception as error:
-            log.exception("stream_failed")
+            log.exception("stream_failed", request_id=header(self._exchange.headers, "x-request-id"))
             self._gateway.metrics.aborted(error)
-            self._abandon()
+            self._abandon(type(error).__name__)
             self._responder.finish(Status.INTERNAL, type(error).__name__)
 
     def _perform(self, effect: Effect) -> tuple[bool, Any]:
@@ -125,6 +127,8 @@ class ProcessStream:
             case LearnBlockSize():
                 self._gateway.learn_block_size(effect)
             case answer:
+                if isinstance(answer, ForwardRequest) and (trace := self._traced()) is not None:
+                    answer = trace.forward(answer)
                 for message in wire.write(answer):
                     # In order, whatever flow control says: only the next effect waits for it.
                     self._is_busy = not self._responder.send(message)
@@ -132,17 +136,20 @@ class ProcessStream:
         return True, None
 
     async def _perform_call(self, call: Call) -> None:
-        result = await self._gateway.call(call)
+        trace = self._traced()
+        perform = self._gateway.call
+        result = await (perform(call) if trace is None else trace.call(call, perform))
         self._call = None
         self._is_busy = False
         self._advance(result)
 
     def _abort(self, error: Exception) -> None:
-        log.warning("stream_aborted", error=type(error).__name__, detail=str(error))
+        request_id = header(self._exchange.headers, "x-request-id")
+        log.warning("stream_aborted", request_id=request_id, error=type(error).__name__, detail=str(error))
         self._gateway.metrics.aborted(error)
         self._end(Status.INTERNAL, type(error).__name__)
 
-    def _abandon(self) -> None:
+    def _abandon(self, error: str = "") -> None:
         """Let the exchange clean up after itself; all it may still ask for is a release."""
         run, self._run = self._run, None
         if run is None:
@@ -153,9 +160,22 @@ class ProcessStream:
                 if isinstance(effect, Release):
                     self._gateway.release(effect)
                 effect = run.send(None)
-        self._gateway.finished(self._exchange)
+        self._finished(error)
 
     def _end(self, status: int, text: str = "") -> None:
         self._run = None
-        self._gateway.finished(self._exchange)
+        self._finished(text)
         self._responder.finish(status, text)
+
+    def _traced(self) -> TurnTrace | None:
+        """Return the turn's spans, begun when the first is needed; None if nobody wants them or it is no turn."""
+        tracing = self._gateway.tracing
+        if self._trace is None and tracing is not None and self._exchange.request is not None:
+            self._trace = TurnTrace(tracing, self._exchange)
+        return self._trace
+
+    def _finished(self, error: str) -> None:
+        trace = self._traced()
+        if trace is not None:
+            trace.finish(error)
+        self._gateway.finished(self._exchange, trace_id=None if trace is None else trace.trace_id)

@@ -277,6 +277,10 @@ class Gateway:
         """Return ext_proc's ``/metrics``."""
         return self._get(self._extproc_ports[replica][1], "/metrics")[1]
 
+    def debug_state(self, replica: int = 0) -> dict[str, Any]:
+        """Return ext_proc's ``/debug/state``."""
+        return dict(json.loads(self._get(self._extproc_ports[replica][1], "/debug/state")[1]))
+
     def envoy_stats(self, prefix: str) -> dict[str, int]:
         """Return Envoy's counters and gauges whose names start with ``prefix``."""
         lines = self._get(self.admin_port, f"/stats?filter=^{prefix}")[1].splitlines()

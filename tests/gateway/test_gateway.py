@@ -150,6 +150,9 @@ def test_every_kind_of_d_closes_the_loop(start_gateway, version: Any, digest: bo
     gateway = start_gateway(decode=[d])
     chat = gateway.new_chat(stream=stream)
     chat.say(DOCUMENT)
+    if not digest:
+        # A D without the plugin is asked for it in the background.
+        gateway.until(lambda: gateway.debug_state()["engines"][0]["block_size_tokens"], "the block size is known")
     for _ in range(3):
         answer = chat.say("And then?")
         assert answer.outcome == "reused", answer.receipt

@@ -13,6 +13,7 @@ PACKAGE = Path(extproc.__file__).parent
 CORE = (
     "attaching",
     "capturing",
+    "debug_state",
     "endpoints",
     "errors",
     "events",
@@ -48,6 +49,7 @@ ALLOWED_OUTSIDE = {
     "hashlib",
     "hpack",
     "ipaddress",
+    "itertools",
     "re",
     "struct",
     "typing",
