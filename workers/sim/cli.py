@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvloop sim``."""
     parser.add_argument("what", choices=("prefill", "decode", "fleet"))
     parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--advertised-host", help="the host in handles, where peers read KV (default: --host)")
     parser.add_argument(
         "--port", type=int, default=8100, help="first port; a fleet takes the following ones, too (0: free ones)"
     )
@@ -74,7 +75,7 @@ def _settings(role: Role, args: argparse.Namespace) -> WorkerSettings:
         vllm_version=args.vllm_version,
         streams_handles=args.plugin,
         digests_handles=args.plugin,
-        advertised_host=args.host,
+        advertised_host=args.advertised_host or args.host,
     )
 
 
