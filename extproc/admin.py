@@ -1,4 +1,4 @@
-"""The admin port: metrics, liveness and a look inside, for those who run the gateway."""
+"""The admin port: metrics, liveness, a look inside and letting go, for those who run the gateway."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from extproc.admin_release import release_routes
 from extproc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _MOST_SHOWN: Final = 1000
 
 
 async def start_admin(gateway: Gateway, settings: GatewaySettings) -> web.AppRunner:
-    """Serve ``/metrics``, ``/healthz`` and ``/debug/state``; raises ``ConfigError``. Clean the runner up to stop."""
+    """Serve ``/metrics``, ``/healthz``, ``/debug/state`` and releases; raises ``ConfigError``. Clean the runner up to stop."""
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(
@@ -41,6 +42,7 @@ async def start_admin(gateway: Gateway, settings: GatewaySettings) -> web.AppRun
     app.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthz)])
     if settings.debug_state != "off":
         app.add_routes([web.get("/debug/state", state)])
+    app.add_routes(release_routes(gateway, settings))
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     host, _, port = settings.admin_listen.rpartition(":")

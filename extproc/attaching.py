@@ -28,6 +28,8 @@ class AttachingExchange(HttpExchange):
     def _find_reuse(self, request: ApiRequest) -> Generator[Effect, Any, tuple[list[int] | None, Attachment | None]]:
         """Return the prompt's token ids (None: P shall tokenise) and what may be attached to them."""
         if self._key is None or self.receipt.reason is not None:
+            if self._ends:
+                yield from self._discard_kept()
             return request.token_id_prompt, None
         turn: StoredTurn | None = yield Take(self._key)
         if turn is None:
@@ -42,8 +44,16 @@ class AttachingExchange(HttpExchange):
         if isinstance(verdict, Attachment):
             return prompt_ids, verdict
         self.receipt.reason = verdict
-        yield from self._release_unsent(verdict)
+        if not self._render_refused:
+            yield from self._release_unsent(verdict)
+        # Else the prefill leg will show whether the request is at fault, and then the turn serves a corrected one.
         return prompt_ids, None
+
+    def _discard_kept(self) -> Generator[Effect, Any, None]:
+        """Release what is kept for a conversation that ends with a turn that does not look at it."""
+        if self._key is not None:
+            self._unsent = yield Take(self._key)
+            yield from self._release_unsent("ended")
 
     def _verdict(self, turn: StoredTurn, prompt_ids: list[int] | None) -> Attachment | Reason:
         if prompt_ids is None:
@@ -62,6 +72,7 @@ class AttachingExchange(HttpExchange):
         path, body = request.endpoint.render_path, legs.render_body(request)
         result = yield from self._call(Leg.RENDER, path, body, self.settings.render_timeout_seconds)
         self.receipt.render_ms = result.elapsed_seconds * 1000
+        self._render_refused = result.status in CLIENT_ERRORS
         return legs.read_rendered(result.body) if result.status == OK else None
 
     def _call_attached(

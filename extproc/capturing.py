@@ -38,7 +38,7 @@ class CapturingExchange(HttpExchange):
 
     def _wants_token_ids(self) -> bool:
         """Whether D has to send token ids for the next turn's proof."""
-        if self._key is None or not self.settings.reuse:
+        if self._key is None or self._ends or not self.settings.reuse:
             return False
         source = self.settings.sequence_source
         return source == "token_ids" or (source == "auto" and not self.pool.digest_seen)
@@ -113,10 +113,10 @@ class CapturingExchange(HttpExchange):
         if legs.is_text_only(request):  # the plugin leaves other turns without a digest
             self.pool.note_handle(has_digest=publication.sequence is not None)
         sequence = self._sequence(publication, learned)
-        ruled_out = self._reuse_ruled_out(request)
-        if self._key is None or ruled_out is not None or sequence is None:
+        unwanted = self._unwanted(request, handle)
+        if self._key is None or sequence is None or unwanted is not None:
             self.receipt.captured = "released"
-            yield Release(handle, request.model, str(ruled_out or "no_sequence" if self._key else "no_conversation"))
+            yield Release(handle, request.model, unwanted or "no_sequence")
             return
         if publication.block_size_tokens is None and self.pool.block_size_tokens(handle.engine_id) is None and upstream:
             yield LearnBlockSize(handle.engine_id, upstream)
@@ -130,6 +130,17 @@ class CapturingExchange(HttpExchange):
         turn = StoredTurn(handle, sequence, publication.block_size_tokens, request.model, deadline)
         yield Keep(self._key, turn)
         self.receipt.captured = "kept"
+
+    def _unwanted(self, request: ApiRequest, handle: handles.Handle) -> str | None:
+        """Name why no later turn will read what D retains, None if one may."""
+        if self._key is None:
+            return "no_conversation"
+        if self._ends:
+            return "ended"
+        if handle.engine_id in self.pool.draining_engines:
+            return "engine_draining"
+        ruled_out = self._reuse_ruled_out(request)
+        return None if ruled_out is None else str(ruled_out)
 
     def _sequence(self, publication: handles.Publication, learned: Learned) -> proof.Sequence | None:
         """Return the tokens behind the handle: D's own digest, else the ids it streamed.

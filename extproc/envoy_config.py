@@ -66,7 +66,7 @@ STEERING_HEADERS: Final = (
 )
 """Exact names dropped from clients besides the prefixes: a rank, and the endpoint overrides of inference gateways."""
 
-STEERING_PREFIXES: Final = (headers.INTERNAL_PREFIX, "x-envoy-")
+STEERING_PREFIXES: Final = ("x-envoy-",)
 """``x-envoy-retry-on`` and its like would switch on the retries this file leaves out. Envoy drops them by itself from
 clients it holds for external; this does not hang on whom a later ``internal_address_config`` names."""
 
@@ -230,7 +230,26 @@ def _with_common_options(manager: hcm.HttpConnectionManager, settings: EnvoySett
 
 def _drop_steering_headers() -> list[mutation.HeaderMutation]:
     exact = [mutation.HeaderMutation(remove=name) for name in STEERING_HEADERS]
-    return [*map(_drop_prefix, STEERING_PREFIXES), *exact]
+    return [
+        _drop_regex(_below_but(headers.INTERNAL_PREFIX, headers.END)),
+        *map(_drop_prefix, STEERING_PREFIXES),
+        *exact,
+    ]
+
+
+def _below_but(prefix: str, name: str) -> str:
+    """Return a pattern for every name below ``prefix`` but ``name``: RE2 cannot say "not", so it lists the ways to differ."""
+    tail = name.removeprefix(prefix)
+    differing = [f"{tail[:index]}([^{letter}].*)?" for index, letter in enumerate(tail)]
+    return f"{prefix}({'|'.join(differing)}|{tail}.+)"
+
+
+def _drop_regex(pattern: str) -> mutation.HeaderMutation:
+    return mutation.HeaderMutation(
+        remove_on_match=mutation.HeaderMutationRemoveOnMatch(
+            key_matcher=matcher.StringMatcher(safe_regex=matcher.RegexMatcher(regex=pattern))
+        )
+    )
 
 
 def _drop_prefix(prefix: str) -> mutation.HeaderMutation:

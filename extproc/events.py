@@ -170,6 +170,14 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
+class Restore:
+    """Give back a taken turn whose handle was never sent, unless something newer is kept by now. No result."""
+
+    key: ConversationKey
+    turn: StoredTurn
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Tell D, in the background, that nobody will read this handle. No result."""
 
@@ -210,4 +218,4 @@ class LegResult:
     error: str = ""
 
 
-Effect = Answer | Receive | Take | Keep | Release | LearnBlockSize | Call
+Effect = Answer | Receive | Take | Keep | Restore | Release | LearnBlockSize | Call

@@ -49,6 +49,7 @@ class Exchange(AttachingExchange, CapturingExchange):
             yield from self._pass_response(opening)
             return
         self.headers, self.arrived_at = opening.headers, opening.at
+        self._ends = (header(opening.headers, names.END) or "").strip().lower() == "true"
         endpoint = find_endpoint(header(opening.headers, ":method") or "", header(opening.headers, ":path") or "")
         try:
             body, had_trailers = yield from self._collect(opening)
@@ -70,8 +71,7 @@ class Exchange(AttachingExchange, CapturingExchange):
         yield ForwardRequest(
             legs.decode_body(request, leg.params, leg.prompt_ids, ask_token_ids=asked),
             set_headers=self._decode_headers(leg),
-            # A compressed answer could be neither read nor stripped.
-            remove_headers=("accept-encoding",) if leg.params is not None else (),
+            remove_headers=self._removed_headers(leg),
             had_trailers=had_trailers,
         )
         yield from self._respond(request, watches=leg.params is not None, asked=asked)
@@ -85,7 +85,10 @@ class Exchange(AttachingExchange, CapturingExchange):
             raise ClientError(415, f"Content-Encoding {encoding} is not supported.", code="unsupported_encoding")
         alone = legs.plan_decode_alone(request)
         if alone is not None:
-            self.receipt.outcome, self.receipt.reason = Outcome.DECODE_ONLY, alone
+            if self._ends:
+                self._identify(request)
+                yield from self._discard_kept()
+            self._conclude(Outcome.DECODE_ONLY, alone)
             return DecodeLeg()
         self._identify(request)
         prompt_ids, attachment = yield from self._find_reuse(request)
@@ -122,9 +125,11 @@ class Exchange(AttachingExchange, CapturingExchange):
         )
         self.receipt.prefill_ms = (self.receipt.prefill_ms or 0.0) + result.elapsed_seconds * 1000
         if result.status in CLIENT_ERRORS:
+            yield from self._restore_unsent()
             self._conclude(Outcome.REFUSED, Reason.CLIENT_ERROR)
             yield self._refusal(result.status, result.body, result.content_type)
             return None
+        yield from self._release_unsent(Reason.RENDER_FAILED)
         prefilled = legs.read_prefilled(result.body) if result.status == OK else None
         if prefilled is None:
             return self._decode_alone(failure(result), ids_text)
@@ -150,3 +155,8 @@ class Exchange(AttachingExchange, CapturingExchange):
         if secret is None or leg.params is None:
             return conversation
         return (*conversation, (names.SECRET, secret.get_secret_value()))
+
+    def _removed_headers(self, leg: DecodeLeg) -> tuple[str, ...]:
+        ours = (names.END,) if self._ends else ()
+        # A compressed answer could be neither read nor stripped.
+        return ours if leg.params is None else (*ours, "accept-encoding")

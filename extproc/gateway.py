@@ -18,6 +18,7 @@ from extproc.log import turn_facts
 from extproc.metrics import PROMPT_IDS_DIFFER, RELEASES_WAITING, Metrics
 from extproc.pool import PoolKnowledge
 from extproc.receipt import Reason
+from extproc.releases import ReleaseQueue
 from extproc.store import MemoryStore
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from extproc.tracing import Tracing
     from extproc.workers_client import WorkersClient
 
-_RELEASES_AT_ONCE: Final = 4
-_RELEASES_WAITING: Final = 10_000
 RELEASE_TIMEOUT_SECONDS: Final = 10.0
 _EXPIRY_INTERVAL_SECONDS: Final = 1.0
 RECENT_TURNS: Final = 100
@@ -52,9 +51,10 @@ class Gateway:
         self.store = MemoryStore(max_conversations=settings.store_max_conversations, max_bytes=settings.store_max_bytes)
         self.metrics = Metrics(self.store)
         self._client = client
-        self._releases: asyncio.Queue[Release] = asyncio.Queue(_RELEASES_WAITING)
-        self._releasing = 0
-        self.metrics.watch(RELEASES_WAITING, lambda: self._releases.qsize() + self._releasing)
+        self._releases = ReleaseQueue(
+            self._send_release, self.metrics.released, per_second=settings.releases_per_second
+        )
+        self.metrics.watch(RELEASES_WAITING, self._releases.__len__)
         self.metrics.watch(PROMPT_IDS_DIFFER, lambda: self.pool.prompt_ids_differed)
         self._errands: set[asyncio.Task[None]] = set()
         self._warned: set[str] = set()
@@ -78,6 +78,27 @@ class Gateway:
         with self._timed("put"):
             dropped = self.store.put(key, turn)
         self._release_dropped(dropped)
+
+    def restore(self, key: ConversationKey, turn: StoredTurn) -> None:
+        """Keep a taken turn again, or release it if its place is lost."""
+        self._release_dropped(self.store.restore(key, turn))
+
+    def end_conversation(self, key: ConversationKey) -> bool:
+        """Release what is kept for a conversation; False if nothing is."""
+        turn = self.take(key)
+        if turn is not None:
+            self.release(Release(turn.handle, turn.model, "ended"))
+        return turn is not None
+
+    def drain_engine(self, name: str) -> dict[str, int]:
+        """Release all that decode engines known by ``name`` retain, now and from now on; turns released by engine id."""
+        released = {}
+        for engine_id in self.store.find_engines(name):
+            self.pool.draining_engines.add(engine_id)
+            dropped = self.store.discard_engine(engine_id, "engine_draining")
+            self._release_dropped(dropped)
+            released[engine_id] = len(dropped)
+        return released
 
     @contextlib.contextmanager
     def _timed(self, operation: str) -> Iterator[None]:
@@ -125,13 +146,12 @@ class Gateway:
         """Expire kept turns and perform releases, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._expire_for_ever())
-            for _ in range(_RELEASES_AT_ONCE):
-                tasks.create_task(self._release_for_ever())
+            tasks.create_task(self._releases.run())
 
     async def release_everything(self) -> None:
         """Queue a release for every kept turn, and wait until the queue is empty."""
         self._release_dropped(self.store.drain())
-        await self._releases.join()
+        await self._releases.finish()
 
     def _release_dropped(self, dropped: list[Dropped]) -> None:
         for drop in dropped:
@@ -141,25 +161,10 @@ class Gateway:
 
     def release(self, release: Release) -> None:
         """Have D free a handle's blocks, in the background."""
-        try:
-            self._releases.put_nowait(release)
-        except asyncio.QueueFull:
-            self.metrics.released(release.reason, "dropped")
+        self._releases.add(release)
 
-    async def _release_for_ever(self) -> None:
-        while True:
-            release = await self._releases.get()
-            self._releasing += 1
-            try:
-                freed = await self._client.release(release, RELEASE_TIMEOUT_SECONDS)
-            except Exception:
-                # One bad release must not end expiry and all other releases with it.
-                log.exception("release_failed")
-                freed = False
-            finally:
-                self._releasing -= 1
-                self._releases.task_done()
-            self.metrics.released(release.reason, "freed" if freed else "failed")
+    async def _send_release(self, release: Release) -> bool:
+        return await self._client.release(release, RELEASE_TIMEOUT_SECONDS)
 
     async def _expire_for_ever(self) -> None:
         while True:

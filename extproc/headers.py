@@ -5,6 +5,9 @@ from typing import Final
 CONVERSATION: Final = "x-kvloop-conversation"
 """Hash of the conversation key. Set by ext_proc on the decode leg, read by Envoy's hash policy to pick D."""
 
+END: Final = "x-kvloop-end"
+"""``true``: this turn ends the conversation, so nothing is kept of it. The one name of ours that clients may send."""
+
 RECEIPT: Final = "x-kvloop-receipt"
 """What kvloop did for this request. Set by ext_proc on the response, read by clients and people."""
 
@@ -18,7 +21,7 @@ UPSTREAM: Final = "x-kvloop-upstream"
 """``ip:port`` of the worker that answered. Set by Envoy's prefill listener, read by ext_proc; never reaches a client."""
 
 INTERNAL_PREFIX: Final = "x-kvloop-"
-"""Whatever a client sends under this prefix is dropped before ext_proc runs."""
+"""Whatever a client sends under this prefix, ``END`` excepted, is dropped before ext_proc runs."""
 
 ROLE: Final = "x-kvloop-role"
 """gRPC initial metadata, set per Envoy filter or route: which role ext_proc plays. ``gateway`` is the only one today."""

@@ -7,7 +7,8 @@ things happen: see ``exchange`` for the gateway's.
 Rules that must stay true of every role:
 
 * Nothing unproven is ever attached: transfer parameters with a handle come from ``reuse.prove`` only.
-* A handle that was sent to P, with whatever result, never comes back. A taken one that was not sent is released.
+* A handle that was sent to P, with whatever result, never comes back. A taken one that was not sent is released, or, if
+  the client's own mistake kept it from being sent, restored for the corrected request.
 * Every message from Envoy is answered once, in order; none is answered after the end of its direction.
 """
 
@@ -40,6 +41,7 @@ from extproc.events import (
     ResponseBody,
     ResponseHeaders,
     ResponseTrailers,
+    Restore,
     header,
 )
 from extproc.identity import ConversationKey, IdentityRules, InvalidConversationId, find_conversation
@@ -98,6 +100,8 @@ class HttpExchange(ABC):
     _forwarded_at: float = 0.0
     _key: ConversationKey | None = None
     _unsent: StoredTurn | None = None
+    _ends: bool = False
+    _render_refused: bool = False
 
     def run(self) -> Generator[Effect, Any, None]:
         """Serve the request. Never raises for what a client, a worker or the network does."""
@@ -214,6 +218,14 @@ class HttpExchange(ABC):
         turn, self._unsent = self._unsent, None
         if turn is not None:
             yield Release(turn.handle, turn.model, reason)
+
+    def _restore_unsent(self) -> Generator[Effect, Any, None]:
+        """Give the kept turn back for the corrected request; its handle has not been sent."""
+        if self._ends:
+            yield from self._release_unsent("ended")
+        turn, self._unsent = self._unsent, None
+        if turn is not None and self._key is not None:
+            yield Restore(self._key, turn)
 
     def _conclude(self, outcome: Outcome, reason: Reason | None) -> None:
         self.receipt.outcome, self.receipt.reason = outcome, reason

@@ -27,6 +27,15 @@ class ConversationKey:
     def __str__(self) -> str:
         return self.digest.hex()
 
+    @classmethod
+    def parse(cls, text: str) -> ConversationKey | None:
+        """Read what ``str`` wrote, None for anything else."""
+        try:
+            digest = bytes.fromhex(text)
+        except ValueError:
+            return None
+        return cls(digest) if len(digest) == _KEY_BYTES and digest.hex() == text.lower() else None
+
 
 class InvalidConversationId(ValueError):
     """The client named its conversation in a way kvloop does not accept; the turn goes cold."""
@@ -51,12 +60,13 @@ def find_conversation(headers: Headers, fields: dict[str, Any], rules: IdentityR
     conversation_id = _conversation_id(headers, fields, rules)
     if conversation_id is None:
         return None
-    parts = (
-        (header(headers, rules.tenant_header.lower()) or "").encode(),
-        _text(fields.get("model")).encode(),
-        _text(fields.get("cache_salt")).encode(),
-        conversation_id.encode(),
-    )
+    tenant = header(headers, rules.tenant_header.lower()) or ""
+    return conversation_key(tenant, _text(fields.get("model")), _text(fields.get("cache_salt")), conversation_id)
+
+
+def conversation_key(tenant: str, model: str, cache_salt: str, conversation_id: str) -> ConversationKey:
+    """Hash what tells conversations apart; ``tenant`` is the whole value of the tenant header."""
+    parts = (tenant.encode(), model.encode(), cache_salt.encode(), conversation_id.encode())
     digest = blake2b(digest_size=_KEY_BYTES)
     for part in parts:
         # The length keeps ("ab", "c") apart from ("a", "bc").

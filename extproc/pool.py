@@ -16,11 +16,13 @@ class PoolKnowledge:
     ``digest_seen``: D's last handle carried our plugin's digest, so token ids need not be asked for.
     ``stock_seen``: some D's handle did not, so not every D is known to have the plugin.
     ``prompt_ids_differed``: a P prefilled other tokens than it was told; nothing is attached until restart.
+    ``draining_engines``: ids of decode engines about to stop; what they retain is released, not kept.
     """
 
     digest_seen: bool = False
     stock_seen: bool = False
     prompt_ids_differed: bool = False
+    draining_engines: set[str] = field(default_factory=set)
     _block_sizes: dict[str, int] = field(default_factory=dict)
 
     @property

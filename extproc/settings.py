@@ -126,6 +126,11 @@ class GatewaySettings(BaseSettings):
     store_max_conversations: PositiveInt = Field(100_000, description="Beyond it the oldest handle is released.")
     store_max_bytes: PositiveInt = Field(512 * Mebibyte, description="The same bound in bytes.")
 
+    # --- letting go ---------------------------------------------------------------------------------------------
+    releases_per_second: PositiveFloat = Field(
+        50.0, description="Each release is a one-token request to P and holds one of its blocks for its 30 s lease."
+    )
+
     # --- limits -------------------------------------------------------------------------------------------------
     request_max_bytes: PositiveInt = Field(
         32 * Mebibyte, description="Larger bodies get 413. 131k tokens are about 1 MiB."

@@ -39,7 +39,10 @@ class StoredTurn:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A turn that will not be used, and why: ``superseded``, ``evicted``, ``expired``, ``engine_gone`` or ``draining``."""
+    """A turn that will not be used, and why: see ``reason``.
+
+    ``superseded``, ``evicted``, ``expired``, ``engine_gone``, ``engine_draining`` or ``draining``.
+    """
 
     turn: StoredTurn
     reason: str
@@ -113,6 +116,18 @@ class MemoryStore:
             dropped.append(Dropped(self._remove_oldest(), "evicted"))
         return dropped
 
+    def restore(self, key: ConversationKey, turn: StoredTurn) -> list[Dropped]:
+        """Keep a taken turn again, and return what had to make room, or the turn itself if its place is lost.
+
+        It counts as newly inserted, so it may be cleared later than its deadline, at most by a turn's life.
+        """
+        handle = turn.handle
+        if self._engine_at.get((handle.host, handle.port), handle.engine_id) != handle.engine_id:
+            return [Dropped(turn, "engine_gone")]
+        if key in self._turns:
+            return [Dropped(turn, "superseded")]
+        return self.put(key, turn)
+
     def expire(self, now: float) -> list[Dropped]:
         """Remove every turn whose deadline has come."""
         dropped: list[Dropped] = []
@@ -120,10 +135,18 @@ class MemoryStore:
             dropped.append(Dropped(self._remove_oldest(), "expired"))
         return dropped
 
-    def discard_engine(self, engine_id: str) -> list[Dropped]:
-        """Remove every turn an engine holds, because the engine is gone."""
+    def discard_engine(self, engine_id: str, reason: str = "engine_gone") -> list[Dropped]:
+        """Remove every turn an engine holds, because the engine is gone or about to go."""
         keys = list(self._keys_by_engine.get(engine_id, ()))
-        return [Dropped(turn, "engine_gone") for key in keys if (turn := self._remove(key)) is not None]
+        return [Dropped(turn, reason) for key in keys if (turn := self._remove(key)) is not None]
+
+    def find_engines(self, name: str) -> list[str]:
+        """Return the ids of engines known by ``name``: an engine id, or the ``host`` or ``host:port`` of their handles."""
+        return [
+            engine_id
+            for (host, port), engine_id in self._engine_at.items()
+            if name in (engine_id, host, f"{host}:{port}")
+        ]
 
     def drain(self) -> list[Dropped]:
         """Remove everything, because the gateway stops."""

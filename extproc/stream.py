@@ -17,7 +17,7 @@ import structlog
 
 from extproc import wire
 from extproc.errors import EnvoyProtocolError
-from extproc.events import Call, Effect, ForwardRequest, Keep, LearnBlockSize, Receive, Release, Take, header
+from extproc.events import Call, Effect, ForwardRequest, Keep, LearnBlockSize, Receive, Release, Restore, Take, header
 from extproc.exchange import Exchange
 from extproc.grpc_server import Responder, Status
 from extproc.http_exchange import StreamEnded
@@ -122,6 +122,8 @@ class ProcessStream:
                 return True, self._gateway.take(key)
             case Keep(key, turn):
                 self._gateway.keep(key, turn)
+            case Restore(key, turn):
+                self._gateway.restore(key, turn)
             case Release():
                 self._gateway.release(effect)
             case LearnBlockSize():

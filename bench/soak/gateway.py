@@ -35,6 +35,7 @@ from extproc.events import (
     RequestHeaders,
     ResponseBody,
     ResponseHeaders,
+    Restore,
     Take,
     header,
 )
@@ -194,6 +195,8 @@ class Replica:
                 return self.store.take(key)
             case Keep(key, turn):
                 self._release_dropped(self.store.put(key, turn))
+            case Restore(key, turn):
+                self._release_dropped(self.store.restore(key, turn))
             case Release():
                 self._release(effect)
             case LearnBlockSize(engine_id):

@@ -277,6 +277,10 @@ class Gateway:
         """Return ext_proc's ``/metrics``."""
         return self._get(self._extproc_ports[replica][1], "/metrics")[1]
 
+    def extproc_admin_port(self, replica: int = 0) -> int:
+        """Return the port of ext_proc's admin interface."""
+        return self._extproc_ports[replica][1]
+
     def debug_state(self, replica: int = 0) -> dict[str, Any]:
         """Return ext_proc's ``/debug/state``."""
         return dict(json.loads(self._get(self._extproc_ports[replica][1], "/debug/state")[1]))

@@ -588,6 +588,7 @@ STEERING = {
     "x-kvloop-conversation": "mine",
     "X-KVLoop-Secret": "guessed",
     "x-kvloop-unheard-of": "1",
+    "x-kvloop-ending": "true",
     "x-data-parallel-rank": "3",
     "x-gateway-destination-endpoint": "10.0.0.1:80",
     "x-envoy-retry-on": "5xx",
@@ -598,9 +599,10 @@ STEERING = {
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/models"])
 def test_steering_headers_of_a_client_reach_nobody(gateway: Gateway, stage: Stage, path: str) -> None:
-    answer = call(gateway.settings.listen, path, headers={**STEERING, "x-mine": "kept"})
+    answer = call(gateway.settings.listen, path, headers={**STEERING, "x-mine": "kept", "x-kvloop-end": "true"})
     assert answer.status == 200
     (seen,) = stage.decode_seen
+    assert {exchange.headers["x-kvloop-end"] for exchange in stage.exchanges} <= {"true"}
     everyone = [seen.headers, *(exchange.headers for exchange in stage.exchanges)]
     forbidden = {name.lower() for name in STEERING} - {"x-kvloop-conversation"}
     for seen_headers in everyone:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from extproc import envoy_binary, envoy_cli
 from extproc.endpoints import ENDPOINTS
@@ -102,7 +104,14 @@ def test_nothing_is_retried_but_the_ext_proc_stream() -> None:
 def test_clients_cannot_switch_retries_on_by_header() -> None:
     ((_, extension),) = found(managers()["main"], "early_header_mutation_extensions")
     prefixes = [value for _, value in found(extension, "prefix")]
-    assert prefixes == ["x-kvloop-", "x-envoy-"]
+    assert prefixes == ["x-envoy-"]
+
+
+@given(st.text("abcdennxyz-_0", max_size=6) | st.sampled_from(["end", "en", "ends", "e", "ed", "enda", "eend"]))
+def test_every_header_below_our_prefix_but_the_one_for_clients_is_dropped(tail: str) -> None:
+    ((_, extension),) = found(managers()["main"], "early_header_mutation_extensions")
+    (pattern,) = [value for _, value in found(extension, "regex")]
+    assert bool(re.fullmatch(pattern, f"x-kvloop-{tail}")) == (tail != "end")
 
 
 def test_ext_proc_is_not_pinged_because_a_grpc_server_closes_pinged_quiet_connections() -> None:

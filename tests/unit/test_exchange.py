@@ -602,6 +602,88 @@ def test_hazard_06_a_handle_that_may_be_dead_on_arrival_is_released(world: World
     assert [release.reason for release in seen.releases] == ["expired"]
 
 
+# --- the end of a conversation, and requests the client has to mend -------------------------------------------------
+
+
+def test_a_turn_that_ends_the_conversation_reuses_and_leaves_nothing(world: World) -> None:
+    world.pool.note_handle(has_digest=False)
+    seen = ask(world, response=world.response(final()), x_kvloop_end="True")
+    assert receipt_of(seen)["outcome"] == "reused"
+    assert [release.reason for release in seen.releases] == ["ended"]
+    assert len(world.store) == 0
+    assert "x-kvloop-end" in seen.forwarded.remove_headers
+    assert "return_token_ids" not in seen.decode
+    assert not any(name == "x-kvloop-end" for call in seen.calls for name, _ in call.headers)
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"messages": [{"content": [{"type": "image_url"}]}]}])
+def test_a_turn_that_cannot_reuse_ends_its_conversation_all_the_same(world: World, fields: dict[str, Any]) -> None:
+    seen = ask(world, CHAT | fields, x_kvloop_end="true")
+    assert [release.reason for release in seen.releases] == ["ended"]
+    assert len(world.store) == 0
+
+
+def test_ending_no_conversation_is_no_fault(world: World) -> None:
+    seen = ask(world, x_conversation_id="", x_kvloop_end="true", response=world.response(final()))
+    assert [release.reason for release in seen.releases] == ["no_conversation"]
+    assert ask(world, CHAT | {"n": 2}, x_conversation_id="", x_kvloop_end="true").releases == []
+
+
+def test_what_a_draining_engine_retains_is_released_not_kept(world: World) -> None:
+    world.pool.draining_engines.add(ENGINE)
+    seen = ask(world, response=world.response(final()))
+    assert [release.reason for release in seen.releases] == ["engine_draining"]
+    assert len(world.store) == 0
+
+
+def refusing(world: World, status: int = 400) -> None:
+    """Let P's front refuse whatever it is asked, as it does when a field is wrong."""
+    world.render = lambda _: world.answer(status, {"error": "temperature"})
+    world.prefill = lambda _: world.answer(status, {"error": "temperature"})
+
+
+def test_a_request_the_client_has_to_mend_leaves_the_kept_turn_for_the_mended_one(world: World) -> None:
+    render, prefill = world.render, world.prefill
+    refusing(world)
+    assert ask(world, response=[]).refused.status == 400
+    assert world.released == []
+    world.render, world.prefill = render, prefill
+    assert receipt_of(ask(world))["outcome"] == "reused"
+    assert receipt_of(ask(world))["reason"] == "nothing_kept"
+
+
+def test_a_render_that_alone_refuses_costs_the_handle(world: World) -> None:
+    world.render = lambda _: world.answer(403, {"error": "scale-out endpoints are disabled"})
+    seen = ask(world)
+    assert (receipt_of(seen)["outcome"], receipt_of(seen)["reason"]) == ("cold", "render_failed")
+    assert [release.reason for release in seen.releases] == ["render_failed"]
+
+
+def test_a_refused_request_that_ends_the_conversation_releases_it(world: World) -> None:
+    refusing(world)
+    seen = ask(world, response=[], x_kvloop_end="true")
+    assert [release.reason for release in seen.releases] == ["ended"]
+    assert len(world.store) == 0
+
+
+def test_a_refused_request_does_not_displace_what_a_twin_left_meanwhile(world: World) -> None:
+    refusing(world)
+    kept_before = world.store.take(key_of())
+    assert kept_before is not None
+    kept(world)
+
+    def twin_finishes(_: Call) -> LegResult:
+        kept(world, held=list(range(300)))
+        return world.answer(400, {})
+
+    world.prefill = twin_finishes
+    seen = ask(world, response=[])
+    assert [release.reason for release in seen.releases] == ["superseded"]
+    now_kept = world.store.take(key_of())
+    assert now_kept is not None
+    assert now_kept.handle.tokens == 300
+
+
 def test_a_newer_turn_supersedes_the_kept_one_and_releases_it(world: World) -> None:
     events = world.request(CHAT, x_conversation_id="c1")
     world.run([*events, *world.response(final(210))])

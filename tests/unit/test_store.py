@@ -230,6 +230,45 @@ def test_hazard_13_an_engine_that_is_gone_takes_its_turns_along() -> None:
     assert store.take(key(2)) is not None
 
 
+def test_a_taken_turn_that_was_not_sent_can_be_given_back_once() -> None:
+    store = MemoryStore(max_conversations=10, max_bytes=10**6)
+    store.put(key(1), turn())
+    taken = store.take(key(1))
+    assert taken is not None
+    assert store.restore(key(1), taken) == []
+    assert store.take(key(1)) is taken
+    assert store.take(key(1)) is None
+
+
+def test_what_was_given_back_does_not_displace_a_newer_turn() -> None:
+    store = MemoryStore(max_conversations=10, max_bytes=10**6)
+    old, new = turn(), turn()
+    store.put(key(1), new)
+    assert store.restore(key(1), old) == [Dropped(old, "superseded")]
+    assert store.take(key(1)) is new
+
+
+def test_a_turn_of_an_engine_replaced_meanwhile_cannot_be_given_back() -> None:
+    store = MemoryStore(max_conversations=10, max_bytes=10**6)
+    old = turn("old")
+    store.put(key(1), old)
+    store.take(key(1))
+    store.put(key(2), turn("new"))
+    assert store.restore(key(1), old) == [Dropped(old, "engine_gone")]
+    assert store.take(key(2)) is not None
+
+
+@pytest.mark.parametrize("name", ["rank-0", "10.0.0.1:5600"])
+def test_an_engine_about_to_stop_is_found_by_id_or_by_the_address_in_its_handles(name: str) -> None:
+    store = MemoryStore(max_conversations=10, max_bytes=10**6)
+    store.put(key(1), turn("rank-0", port=5600))
+    store.put(key(2), turn("rank-1", port=5601))
+    assert store.find_engines(name) == ["rank-0"]
+    assert store.find_engines("10.0.0.1") == ["rank-0", "rank-1"]
+    assert reasons(store.discard_engine("rank-0", "engine_draining")) == ["engine_draining"]
+    assert len(store) == 1
+
+
 def test_hazard_42_two_ranks_at_one_host_do_not_end_each_other() -> None:
     store = MemoryStore(max_conversations=10, max_bytes=10**6)
     store.put(key(1), turn("rank-0", port=5600))

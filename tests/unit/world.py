@@ -35,6 +35,7 @@ from extproc.events import (
     RequestHeaders,
     ResponseBody,
     ResponseHeaders,
+    Restore,
     Take,
     header,
 )
@@ -171,10 +172,9 @@ class World:
                 return worker(effect)
             case Take(key):
                 return self.store.take(key)
-            case Keep(key, turn):
-                seen.releases += [
-                    Release(drop.turn.handle, drop.turn.model, drop.reason) for drop in self.store.put(key, turn)
-                ]
+            case Keep(key, turn) | Restore(key, turn):
+                keep = self.store.put if isinstance(effect, Keep) else self.store.restore
+                seen.releases += [Release(drop.turn.handle, drop.turn.model, drop.reason) for drop in keep(key, turn)]
             case Release():
                 seen.releases.append(effect)
                 self.released.append(effect)

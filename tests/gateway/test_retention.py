@@ -1,0 +1,83 @@
+"""Letting go: each way in which a conversation can end frees what the decode workers retained for it."""
+
+from __future__ import annotations
+
+import http.client
+from contextlib import closing
+from typing import Any
+
+import orjson
+
+DOCUMENT = "The harbour master wrote down every ship that came in. " * 12
+
+
+def retained(gateway: Any) -> int:
+    return sum(each["live_pins"] for each in gateway.report()["workers"])
+
+
+def delete(gateway: Any, path: str, **headers: str) -> tuple[int, Any]:
+    with closing(http.client.HTTPConnection("127.0.0.1", gateway.extproc_admin_port(), timeout=30)) as connection:
+        connection.request("DELETE", path, headers=headers)
+        response = connection.getresponse()
+        body = response.read()
+        return response.status, orjson.loads(body) if response.status == 200 else body.decode()
+
+
+def test_a_conversation_the_client_ends_is_served_and_leaves_nothing(gateway) -> None:
+    chat = gateway.new_chat()
+    assert chat.say(DOCUMENT).status == 200
+    assert retained(gateway) == 1
+    last = chat.say("Good bye.", headers={"x-kvloop-end": "true"})
+    assert (last.status, last.outcome, last.is_done) == (200, "reused", True)
+    gateway.until(lambda: retained(gateway) == 0, "the last turn's blocks are free")
+    assert not [each for each in gateway.received("decode") if "x-kvloop-end" in each.headers]
+
+
+def test_a_conversation_can_be_ended_on_the_admin_port_by_id_or_by_hash(gateway) -> None:
+    for by_hash in (False, True):
+        chat = gateway.new_chat()
+        chat.say(DOCUMENT, tenant="a")
+        path = f"/conversations/{chat.conversation}?model=sim"
+        status, of_another = delete(gateway, path, authorization="Bearer b")
+        assert (status, of_another["released"]) == (200, False)
+        if by_hash:
+            path = f"/conversations/{received_key(gateway)}"
+        status, body = delete(gateway, path, authorization="Bearer a")
+        assert (status, body["released"]) == (200, True)
+        gateway.until(lambda: retained(gateway) == 0, "the ended conversation's blocks are free")
+        again = chat.say("Are you still there?", tenant="a")
+        assert (again.outcome, again.reason) == ("cold", "nothing_kept")
+        delete(gateway, f"/conversations/{chat.conversation}?model=sim", authorization="Bearer a")
+        gateway.until(lambda: retained(gateway) == 0)
+
+
+def received_key(gateway: Any) -> str:
+    """The hash of the newest turn's conversation, as the decode leg carries it and the access log shows it."""
+    return str(gateway.received("decode", path="/v1/chat/completions")[-1].headers["x-kvloop-conversation"])
+
+
+def test_a_name_that_is_neither_is_a_bad_request(gateway) -> None:
+    status, text = delete(gateway, "/conversations/not-a-hash")
+    assert status == 400
+    assert "?model=" in text
+
+
+def test_a_decode_worker_about_to_stop_is_let_go_of(start_gateway) -> None:
+    gateway = start_gateway()
+    chat = gateway.new_chat()
+    chat.say(DOCUMENT)
+    (engine,) = {each["engine_id"] for each in gateway.report()["workers"] if each["role"] == "decode"}
+    assert delete(gateway, f"/engines/{engine}") == (200, {"released": {engine: 1}})
+    assert delete(gateway, "/engines/unheard-of") == (200, {"released": {}})
+    gateway.until(lambda: retained(gateway) == 0, "the draining worker's blocks are free")
+    assert chat.say("Go on.").reason == "nothing_kept"
+    gateway.until(lambda: retained(gateway) == 0, "nothing new is kept on it")
+
+
+def test_a_request_p_refuses_costs_the_corrected_one_nothing(gateway) -> None:
+    chat = gateway.new_chat()
+    chat.say(DOCUMENT)
+    wrong = gateway.chat(chat.conversation, [*chat.messages, {"content": "And the next day?"}])
+    assert wrong.status == 400
+    right = chat.say("And the next day?")
+    assert (right.status, right.outcome) == (200, "reused")
