@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.events import Headers
-from extproc.identity import ConversationKey, IdentityRules, InvalidConversationId, find_conversation
+from extproc.identity import (
+    ConversationKey,
+    IdentityRules,
+    InvalidConversationId,
+    conversation_key,
+    find_conversation,
+)
 
 RULES = IdentityRules(
     headers=("x-conversation-id", "X-Session-Id"),
@@ -176,3 +182,19 @@ def test_any_request_has_a_key_or_none_or_an_invalid_id(headers: list[tuple[str,
         assert str(error)  # noqa: PT017 - every way something is asserted
     else:
         assert outcome is None or len(outcome.digest) == 16
+
+
+@pytest.mark.parametrize("text", ["", "00", "zz" * 16, "00" * 17, "0 " * 16 + "0" * 16, "chat-17"])
+def test_a_key_is_read_back_from_its_hash_and_from_nothing_else(text: str) -> None:
+    key = conversation_key("tenant", "m", "", "c1")
+    assert ConversationKey.parse(str(key)) == ConversationKey.parse(str(key).upper()) == key
+    assert ConversationKey.parse(text) is None
+
+
+def test_a_key_can_be_made_from_its_parts_as_the_admin_port_does() -> None:
+    found = find_conversation(
+        (("x-conversation-id", "c1"), ("authorization", "Bearer a")),
+        {"model": "m", "cache_salt": "s"},
+        IdentityRules(("x-conversation-id",), (), "authorization", 256),
+    )
+    assert found == conversation_key("Bearer a", "m", "s", "c1")
