@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from grpc_health.v1 import health_pb2
 
@@ -15,6 +15,9 @@ from extproc import http2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_UNSENT_MAX_BYTES: Final = 1024 * 1024
+"""Answers that wait for one connection before no more is read from it."""
 
 HEALTH_PATH: Final = b"/grpc.health.v1.Health/Check"
 
@@ -112,7 +115,9 @@ class _GrpcProtocol(asyncio.Protocol):
         self._flushes = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment] # a stream's transport can write
+        # A stream's transport can write, though uvloop's does not derive from asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=_UNSENT_MAX_BYTES)
         self._server.joined(self)
         self._flush()
 
@@ -129,6 +134,16 @@ class _GrpcProtocol(asyncio.Protocol):
             self.close()
         else:
             self.flush_soon()
+
+    def pause_writing(self) -> None:
+        """Take no more from a peer that does not take our answers: they would pile up here."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """Go on, because the answers have left."""
+        if self._transport is not None:
+            self._transport.resume_reading()
 
     def flush_soon(self) -> None:
         """Send after everything else that is ready has been done, together with what that adds."""

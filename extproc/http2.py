@@ -9,7 +9,10 @@ Rules that must stay true:
 * No more is sent than the peer's flow control allows, on the connection and on the stream.
 * A stream whose reader lags holds up its own sender only: its window is not renewed, the connection's is.
 * Whatever breaks the protocol ends the connection with GOAWAY, or the stream with RST_STREAM, and nothing else.
-* Header blocks are decoded and encoded in the order in which they stand on the wire: HPACK has memory.
+* Header blocks are decoded in the order in which they stand on the wire: HPACK has memory. What we send needs none.
+* What a peer can make us hold is bounded: ``MAX_STREAMS`` at once, for each an unread window and one unfinished message,
+  and one header block. All else (pings, settings, resets, empty frames) leaves nothing but an answer no longer than
+  itself, and the shell reads no more while answers wait to be written.
 
 Sources: RFC 9113 (HTTP/2), RFC 7541 (HPACK, by the ``hpack`` package),
 https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
@@ -22,7 +25,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
-from hpack import Decoder, Encoder
+from hpack import Decoder, Encoder, NeverIndexedHeaderTuple
 from hpack.exceptions import HPACKError
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ _PREFIX_BYTES: Final = _PREFIX.size
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PUSH_PROMISE, _PING, _GOAWAY = 0x0, 0x1, 0x3, 0x4, 0x5, 0x6, 0x7
 _WINDOW_UPDATE, _CONTINUATION = 0x8, 0x9
 _END_STREAM, _ACK, _END_HEADERS, _PADDED, _PRIORITISED = 0x1, 0x1, 0x4, 0x8, 0x20
-_HEADER_TABLE_SIZE, _INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 0x1, 0x4, 0x5
+_MAX_CONCURRENT_STREAMS, _INITIAL_WINDOW_SIZE = 0x3, 0x4
 
 NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = 0x0, 0x1, 0x2, 0x3
 STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, COMPRESSION_ERROR = 0x5, 0x6, 0x7, 0x9
@@ -56,13 +59,27 @@ STREAM_WINDOW: Final = 1024 * 1024
 _SMALLEST_MAX_FRAME, _LARGEST_MAX_FRAME = 16_384, 2**24 - 1
 """Of what a setting may be; ours stays at the default, the smallest."""
 
-_HEADER_TABLE_MAX_BYTES: Final = 4096
+MAX_STREAMS: Final = 4096
+"""Open at once on one connection. Envoy opens another connection for more."""
+
 HEADER_BLOCK_MAX_BYTES: Final = 64 * 1024
+_HEADER_BLOCK_MAX_FRAMES: Final = 16
 _PRIORITY_BYTES: Final = 5
 _PING_BYTES: Final = 8
+_CODE_BYTES: Final = 4
 _SHUTDOWN_PING: Final = b"goodbye\0"
 
 Headers = list[tuple[bytes, bytes]]
+
+
+def _encoded(*headers: tuple[str, str]) -> bytes:
+    """Encode headers without HPACK's table, so that they read the same on every connection at any time."""
+    block: bytes = Encoder().encode([NeverIndexedHeaderTuple(name, value) for name, value in headers])
+    return block
+
+
+_RESPONSE_HEADERS: Final = _encoded((":status", "200"), ("content-type", "application/grpc"))
+_OK_TRAILERS: Final = _encoded(("grpc-status", "0"))
 
 
 class ConnectionBroken(Exception):
@@ -99,6 +116,7 @@ class Stream:
     is_closed: bool = False
     partial: bytearray = field(default_factory=bytearray)
     outgoing: deque[bytes] = field(default_factory=deque)
+    sent_of_first: int = 0
     status: tuple[int, str] | None = None
     opened: bool = False
     ended_by_peer: bool = False
@@ -118,19 +136,25 @@ class Connection:
         self._open_stream = open_stream
         self._max_message_bytes = max_message_bytes
         self._decoder = Decoder(max_header_list_size=HEADER_BLOCK_MAX_BYTES)
-        self._encoder = Encoder()
         self._held = b""
         self._preface_missing = True
+        self._settings_missing = True
         self._out: list[bytes] = []
         self._send_window = _DEFAULT_WINDOW
         self._uncredited_bytes = 0
         self._peer_initial_window = _DEFAULT_WINDOW
         self._peer_max_frame = _SMALLEST_MAX_FRAME
-        self._blocked: deque[Stream] = deque()
-        self._header_block: tuple[int, int, list[bytes]] | None = None
+        self._blocked: dict[int, Stream] = {}
+        self._header_block: tuple[int, int, bytes] | None = None
+        self._header_frames = 0
         self._last_stream = 0
         self._refuses = False
-        self._frame(_SETTINGS, 0, 0, _SETTING.pack(_INITIAL_WINDOW_SIZE, STREAM_WINDOW))
+        self._frame(
+            _SETTINGS,
+            0,
+            0,
+            _SETTING.pack(_INITIAL_WINDOW_SIZE, STREAM_WINDOW) + _SETTING.pack(_MAX_CONCURRENT_STREAMS, MAX_STREAMS),
+        )
         self._frame(_WINDOW_UPDATE, 0, 0, (_LARGEST_WINDOW - _DEFAULT_WINDOW).to_bytes(4, "big"))
 
     def take_output(self) -> bytes:
@@ -183,10 +207,8 @@ class Connection:
         if self._uncredited_bytes > _LARGEST_WINDOW // 2:
             self._frame(_WINDOW_UPDATE, 0, 0, self._uncredited_bytes.to_bytes(4, "big"))
             self._uncredited_bytes = 0
-        stream = self.streams.get(stream_id)
+        stream = self._known(stream_id)
         if stream is None:
-            if not stream_id & 1 or stream_id > self._last_stream:
-                raise ConnectionBroken(PROTOCOL_ERROR, "DATA on a stream that was never opened")
             return  # it was under way when the stream ended
         if stream.ended_by_peer:
             self.reset(stream, STREAM_CLOSED)
@@ -233,68 +255,82 @@ class Connection:
             stream.uncredited_bytes = 0
 
     def _half_close(self, stream: Stream) -> None:
-        if not stream.is_closed and not stream.ended_by_peer:
+        if not stream.is_closed:
             stream.ended_by_peer = True
             stream.events.half_closed()
+
+    def _known(self, stream_id: int) -> Stream | None:
+        """Return an open stream, None for one that has ended; a stream that never began breaks the connection."""
+        if not stream_id & 1 or stream_id > self._last_stream:
+            raise ConnectionBroken(PROTOCOL_ERROR, "a frame on a stream that was never opened")
+        return self.streams.get(stream_id)
 
     def _control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         if self._header_block is not None and (kind != _CONTINUATION or stream_id != self._header_block[0]):
             raise ConnectionBroken(PROTOCOL_ERROR, "a header block was interrupted")
         match kind:
             case 0x1:  # HEADERS
-                fragment = _unpadded(payload) if flags & _PADDED else payload
-                self._headers(
-                    stream_id, flags, flags, [fragment[_PRIORITY_BYTES:] if flags & _PRIORITISED else fragment]
-                )
+                self._header_frames = 1
+                self._headers(stream_id, flags, flags, _header_fragment(flags, payload))
             case 0x9:  # CONTINUATION
                 if self._header_block is None:
                     raise ConnectionBroken(PROTOCOL_ERROR, "a header block was continued that never began")
-                _, first_flags, fragments = self._header_block
-                self._headers(stream_id, flags, first_flags, [*fragments, payload])
+                _, first_flags, begun = self._header_block
+                self._header_frames += 1
+                self._headers(stream_id, flags, first_flags, begun + payload)
             case 0x8:  # WINDOW_UPDATE
+                _check_size(len(payload) == _CODE_BYTES, "WINDOW_UPDATE")
                 self._window_update(stream_id, int.from_bytes(payload, "big") & _LARGEST_WINDOW)
             case 0x3:  # RST_STREAM
-                self._peer_reset(stream_id)
+                _check_size(len(payload) == _CODE_BYTES, "RST_STREAM")
+                self._peer_reset(self._known(stream_id))
             case 0x4:  # SETTINGS
+                _check_connection_frame(stream_id)
                 self._peer_settings(flags, payload)
             case 0x6:  # PING
+                _check_connection_frame(stream_id)
                 self._ping(flags, payload)
             case 0x5:  # PUSH_PROMISE
                 raise ConnectionBroken(PROTOCOL_ERROR, "a client cannot push")
             case _:
                 pass  # PRIORITY, GOAWAY and what nobody knows yet want no answer
 
-    def _headers(self, stream_id: int, flags: int, first_flags: int, fragments: list[bytes]) -> None:
-        if sum(map(len, fragments)) > HEADER_BLOCK_MAX_BYTES:
-            raise ConnectionBroken(PROTOCOL_ERROR, "a header block is too large")
+    def _headers(self, stream_id: int, flags: int, first_flags: int, block: bytes) -> None:
+        if len(block) > HEADER_BLOCK_MAX_BYTES or self._header_frames > _HEADER_BLOCK_MAX_FRAMES:
+            raise ConnectionBroken(PROTOCOL_ERROR, "a header block is too large, or in too many pieces")
         if not flags & _END_HEADERS:
-            self._header_block = (stream_id, first_flags, fragments)
+            self._header_block = (stream_id, first_flags, block)
             return
         self._header_block = None
         try:
             # Decoded even if nobody wants it: later blocks refer to it.
-            headers: Headers = [(name, value) for name, value in self._decoder.decode(b"".join(fragments), raw=True)]
+            headers: Headers = [(name, value) for name, value in self._decoder.decode(block, raw=True)]
         except HPACKError as error:
             raise ConnectionBroken(COMPRESSION_ERROR, str(error)) from error
-        stream = self.streams.get(stream_id)
-        if stream is None and stream_id > self._last_stream:
+        if stream_id > self._last_stream:
             stream = self._opened(stream_id, headers)
+        else:
+            stream = self._known(stream_id)
+            if stream is not None and stream.ended_by_peer:
+                self.reset(stream, STREAM_CLOSED)
+                return
         if stream is not None and first_flags & _END_STREAM:
             self._half_close(stream)
 
     def _opened(self, stream_id: int, headers: Headers) -> Stream | None:
         if not stream_id & 1:
             raise ConnectionBroken(PROTOCOL_ERROR, "a client's stream has an odd number")
+        if self._settings_missing:
+            raise ConnectionBroken(PROTOCOL_ERROR, "a stream before SETTINGS")
         self._last_stream = stream_id
-        if self._refuses:
-            self._frame(_RST_STREAM, 0, stream_id, REFUSED_STREAM.to_bytes(4, "big"))
+        if self._refuses or len(self.streams) >= MAX_STREAMS:
+            self._frame(_RST_STREAM, 0, stream_id, REFUSED_STREAM.to_bytes(_CODE_BYTES, "big"))
             return None
         stream = self.streams[stream_id] = Stream(stream_id, self._peer_initial_window)
         stream.events = self._open_stream(stream, headers)
         return stream
 
-    def _peer_reset(self, stream_id: int) -> None:
-        stream = self.streams.get(stream_id)
+    def _peer_reset(self, stream: Stream | None) -> None:
         if stream is not None:
             self._close(stream)
             stream.events.reset()
@@ -306,7 +342,7 @@ class Connection:
             self._send_window += increment
             if self._send_window > _LARGEST_WINDOW:
                 raise ConnectionBroken(FLOW_CONTROL_ERROR, "the connection's window is too large")
-        elif (stream := self.streams.get(stream_id)) is not None:
+        elif (stream := self._known(stream_id)) is not None:
             stream.send_window += increment
             if stream.send_window > _LARGEST_WINDOW:
                 self.reset(stream, FLOW_CONTROL_ERROR)
@@ -314,9 +350,10 @@ class Connection:
 
     def _peer_settings(self, flags: int, payload: bytes) -> None:
         if flags & _ACK:
+            _check_size(not payload, "an acknowledgement of SETTINGS")
             return
-        if len(payload) % _SETTING.size:
-            raise ConnectionBroken(FRAME_SIZE_ERROR, "SETTINGS of a wrong size")
+        _check_size(len(payload) % _SETTING.size == 0, "SETTINGS")
+        self._settings_missing = False
         for name, value in _SETTING.iter_unpack(payload):
             match name:
                 case 0x4:  # INITIAL_WINDOW_SIZE counts for open streams, too
@@ -329,16 +366,13 @@ class Connection:
                     if not _SMALLEST_MAX_FRAME <= value <= _LARGEST_MAX_FRAME:
                         raise ConnectionBroken(PROTOCOL_ERROR, "no such frame size")
                     self._peer_max_frame = value
-                case 0x1:  # HEADER_TABLE_SIZE
-                    self._encoder.header_table_size = min(value, _HEADER_TABLE_MAX_BYTES)
                 case _:
-                    pass
+                    pass  # HEADER_TABLE_SIZE too: we use no table
         self._frame(_SETTINGS, _ACK, 0, b"")
         self._send_blocked()
 
     def _ping(self, flags: int, payload: bytes) -> None:
-        if len(payload) != _PING_BYTES:
-            raise ConnectionBroken(FRAME_SIZE_ERROR, "PING of a wrong size")
+        _check_size(len(payload) == _PING_BYTES, "PING")
         if not flags & _ACK:
             self._frame(_PING, _ACK, 0, payload)
         elif payload == _SHUTDOWN_PING and not self._refuses:
@@ -363,8 +397,8 @@ class Connection:
             return True
         stream.outgoing.append(_PREFIX.pack(0, length) + message)
         self._send_outgoing(stream)
-        if stream.outgoing and stream not in self._blocked:
-            self._blocked.append(stream)
+        if stream.outgoing:
+            self._blocked[stream.id] = stream
         return not stream.outgoing
 
     def finish(self, stream: Stream, status: int, text: str = "") -> None:
@@ -375,17 +409,17 @@ class Connection:
             stream.status = (status, text)
             return
         self._open_response(stream)
-        trailers = [("grpc-status", str(status)), *([("grpc-message", text)] if text else [])]
-        self._frame(_HEADERS, _END_HEADERS | _END_STREAM, stream.id, self._encoder.encode(trailers))
+        trailers = _encoded(("grpc-status", str(status)), ("grpc-message", text)) if status else _OK_TRAILERS
+        self._frame(_HEADERS, _END_HEADERS | _END_STREAM, stream.id, trailers)
         if not stream.ended_by_peer:
             # The answer is complete without the rest of the question (RFC 9113, 8.1).
-            self._frame(_RST_STREAM, 0, stream.id, NO_ERROR.to_bytes(4, "big"))
+            self._frame(_RST_STREAM, 0, stream.id, NO_ERROR.to_bytes(_CODE_BYTES, "big"))
         self._close(stream)
 
     def reset(self, stream: Stream, code: int) -> None:
         """End a stream at once, and tell who serves it."""
         if not stream.is_closed:
-            self._frame(_RST_STREAM, 0, stream.id, code.to_bytes(4, "big"))
+            self._frame(_RST_STREAM, 0, stream.id, code.to_bytes(_CODE_BYTES, "big"))
             self._close(stream)
             stream.events.reset()
 
@@ -401,27 +435,27 @@ class Connection:
     def abandon(self) -> None:
         """Reset every stream, because the connection is lost."""
         for stream in list(self.streams.values()):
-            self._peer_reset(stream.id)
+            self._peer_reset(stream)
 
     def _open_response(self, stream: Stream) -> None:
         if not stream.opened:
             stream.opened = True
-            block = self._encoder.encode([(":status", "200"), ("content-type", "application/grpc")])
-            self._frame(_HEADERS, _END_HEADERS, stream.id, block)
+            self._frame(_HEADERS, _END_HEADERS, stream.id, _RESPONSE_HEADERS)
 
     def _close(self, stream: Stream) -> None:
         stream.is_closed = True
         self.streams.pop(stream.id, None)
+        self._blocked.pop(stream.id, None)
 
     def _send_blocked(self) -> None:
         """Send what flow control allows now, stream after stream, so that none starves."""
-        for _ in range(len(self._blocked)):
-            stream = self._blocked.popleft()
-            self._send_outgoing(stream)
+        blocked, self._blocked = self._blocked, {}
+        for stream in blocked.values():
             if stream.is_closed:
                 continue
+            self._send_outgoing(stream)
             if stream.outgoing:
-                self._blocked.append(stream)
+                self._blocked[stream.id] = stream
             elif stream.status is not None:
                 self.finish(stream, *stream.status)
             else:
@@ -429,21 +463,22 @@ class Connection:
 
     def _send_outgoing(self, stream: Stream) -> None:
         outgoing = stream.outgoing
-        while outgoing and not stream.is_closed:
+        while outgoing:
             room = min(stream.send_window, self._send_window, self._peer_max_frame)
             if room <= 0:
                 return
-            piece, rest = outgoing[0][:room], outgoing[0][room:]
-            if rest:
-                outgoing[0] = rest
-            else:
+            start = stream.sent_of_first
+            piece = outgoing[0][start : start + room]
+            stream.sent_of_first += len(piece)
+            if stream.sent_of_first == len(outgoing[0]):
+                stream.sent_of_first = 0
                 outgoing.popleft()
             stream.send_window -= len(piece)
             self._send_window -= len(piece)
             self._frame(_DATA, 0, stream.id, piece)
 
     def _goaway_frame(self, last_stream: int, code: int) -> None:
-        self._frame(_GOAWAY, 0, 0, last_stream.to_bytes(4, "big") + code.to_bytes(4, "big"))
+        self._frame(_GOAWAY, 0, 0, last_stream.to_bytes(4, "big") + code.to_bytes(_CODE_BYTES, "big"))
 
     def _frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         size = len(payload)
@@ -455,3 +490,22 @@ def _unpadded(payload: bytes) -> bytes:
     if padding >= len(payload):
         raise ConnectionBroken(PROTOCOL_ERROR, "more padding than frame")
     return payload[1 : len(payload) - padding]
+
+
+def _header_fragment(flags: int, payload: bytes) -> bytes:
+    """Return what of a HEADERS frame is header block."""
+    fragment = _unpadded(payload) if flags & _PADDED else payload
+    if not flags & _PRIORITISED:
+        return fragment
+    _check_size(len(fragment) >= _PRIORITY_BYTES, "HEADERS")
+    return fragment[_PRIORITY_BYTES:]
+
+
+def _check_size(is_right: bool, what: str) -> None:  # noqa: FBT001 - a check by its nature
+    if not is_right:
+        raise ConnectionBroken(FRAME_SIZE_ERROR, f"{what} of a wrong size")
+
+
+def _check_connection_frame(stream_id: int) -> None:
+    if stream_id:
+        raise ConnectionBroken(PROTOCOL_ERROR, "a frame for the whole connection on a stream")
