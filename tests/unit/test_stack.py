@@ -207,10 +207,13 @@ def test_a_part_that_dies_at_start_takes_the_others_down_and_is_named(tmp_path: 
 def test_ctrl_c_during_the_start_leaves_nothing(tmp_path: Path) -> None:
     owner_script = textwrap.dedent(
         f"""
+        import signal
         import sys
         from pathlib import Path
         sys.path.insert(0, {str(Path(FAKE).parent)!r})
         from test_stack import FakeStack, options
+        # A shell that runs the tests in the background would have us ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         def never_ready(self):
             print("waiting", flush=True)
             return False
