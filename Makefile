@@ -25,6 +25,7 @@ $(READY): pyproject.toml workers/setup_cpu.sh tests/deploy/cluster_tools.py
 	@$(BIN)/python -m pip install -qq -e '.[demo,otel]' --group tests --group deploy --group lint
 	@$(BIN)/python tests/deploy/cluster_tools.py
 	@sh workers/setup_cpu.sh $(VENV)
+	@command -v promtool >/dev/null || echo "The tests need Prometheus: on Debian, apt-get install --no-install-recommends prometheus"
 	@touch $(READY)
 
 demo: $(READY) ## a chat on real vLLM workers, reuse off and on (DEMO_ARGS="--json out.json")

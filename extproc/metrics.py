@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 import prometheus_client
@@ -197,24 +198,24 @@ class Metrics:
 
     def _start_at_zero(self) -> None:
         """Show what alerts watch before it first happens: the step from nothing to 1 is no increase to Prometheus."""
-        for reason in _DROP_REASONS:
-            self._dropped.labels(reason)
-            for result in ("freed", "failed", "dropped"):
-                self._releases.labels(reason, result)
-        for error in ABORTED.labels["error"]:
-            self._aborted.labels(error)
-        for operation in _STORE_OPERATIONS:
-            self._store_operations.labels(operation)
-        for leg in LEGS.labels["leg"]:
-            self._legs.labels(leg, "2xx")
-        for part in TTFT_PARTS.labels["part"]:
-            self._ttft_parts.labels(part)
-        for outcome in Outcome:
-            self._ttft.labels(outcome)
-        for reason in (Reason.READ_FAILED, Reason.RENDER_FAILED, Reason.PREFILL_FAILED, Reason.BLOCK_SIZE_UNKNOWN):
-            self._turns.labels(Outcome.COLD, reason)
-        for reason in ("", Reason.PREFILL_FAILED, Reason.PREFILL_TIMEOUT, Reason.PREFILL_UNREACHABLE):
-            self._turns.labels(Outcome.DECODE_ONLY if reason else Outcome.REUSED, reason)
+        cold = (Reason.READ_FAILED, Reason.RENDER_FAILED, Reason.PREFILL_FAILED, Reason.BLOCK_SIZE_UNKNOWN)
+        alone = (Reason.PREFILL_FAILED, Reason.PREFILL_TIMEOUT, Reason.PREFILL_UNREACHABLE, Reason.PREFILL_WITHOUT_KV)
+        first: list[tuple[Any, Iterable[tuple[str, ...]]]] = [
+            (self._turns, [(Outcome.REUSED, "")]),
+            (self._turns, product([Outcome.COLD], cold)),
+            (self._turns, product([Outcome.DECODE_ONLY], alone)),
+            (self._ttft, product(Outcome)),
+            (self._ttft_parts, product(TTFT_PARTS.labels["part"])),
+            (self._legs, product(LEGS.labels["leg"], ["2xx"])),
+            (self._captured, product(CAPTURED.labels["fate"])),
+            (self._dropped, product(_DROP_REASONS)),
+            (self._releases, product(_DROP_REASONS, RELEASES.labels["result"])),
+            (self._store_operations, product(_STORE_OPERATIONS)),
+            (self._aborted, product(ABORTED.labels["error"])),
+        ]
+        for metric, series in first:
+            for labels in series:
+                metric.labels(*labels)
 
     def watch(self, described: Described, value: Callable[[], float]) -> None:
         """Show a gauge whose value is asked for when it is scraped."""
