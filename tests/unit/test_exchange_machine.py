@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from world import FOR_DECODE, handle_params, sse
 
+from extproc.attaching import CLIENT_ERRORS
 from extproc.errors import EnvoyProtocolError
 from extproc.events import (
     Call,
@@ -42,7 +43,8 @@ from extproc.events import (
     ResponseTrailers,
     Take,
 )
-from extproc.exchange import CLIENT_ERRORS, Exchange, StreamEnded
+from extproc.exchange import Exchange
+from extproc.http_exchange import StreamEnded
 from extproc.pool import PoolKnowledge
 from extproc.settings import GatewaySettings
 from extproc.sse import EventTooLarge
