@@ -41,6 +41,7 @@ from extproc.events import (
     ResponseBody,
     ResponseHeaders,
     ResponseTrailers,
+    Restore,
     Take,
 )
 from extproc.exchange import Exchange
@@ -48,7 +49,7 @@ from extproc.http_exchange import StreamEnded
 from extproc.pool import PoolKnowledge
 from extproc.settings import GatewaySettings
 from extproc.sse import EventTooLarge
-from extproc.store import MemoryStore
+from extproc.store import Dropped, MemoryStore
 
 SETTINGS = GatewaySettings(event_max_bytes=20_000, handle_ttl_seconds=100, handle_margin_seconds=30)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -289,8 +290,7 @@ class ExchangeMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.store))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        for drop in self.store.expire(self.now):
-            self.note_release(drop.turn.handle.raw)
+        self.note_dropped(self.store.expire(self.now))
 
     # --- what must hold ---------------------------------------------------------------------------------------------
 
@@ -384,11 +384,11 @@ class ExchangeMachine(RuleBasedStateMachine):
                 return turn
             case Keep(key, turn):
                 self.kept.add(name_of(turn.handle.raw))
-                for drop in self.store.put(key, turn):
-                    if drop.reason == "engine_gone":
-                        self.gone.add(name_of(drop.turn.handle.raw))
-                    else:
-                        self.note_release(drop.turn.handle.raw)
+                self.note_dropped(self.store.put(key, turn))
+            case Restore(key, turn):
+                assert name_of(turn.handle.raw) not in self.sent, "given back although P may have read it"
+                del self.taken[name_of(turn.handle.raw)]
+                self.note_dropped(self.store.restore(key, turn))
             case Release(handle):
                 self.note_release(handle.raw)
             case LearnBlockSize():
@@ -396,6 +396,13 @@ class ExchangeMachine(RuleBasedStateMachine):
             case answer:
                 run.said.append(answer)
         return None
+
+    def note_dropped(self, dropped: list[Dropped]) -> None:
+        for drop in dropped:
+            if drop.reason == "engine_gone":
+                self.gone.add(name_of(drop.turn.handle.raw))
+            else:
+                self.note_release(drop.turn.handle.raw)
 
     def note_release(self, raw: bytes) -> None:
         self.released[name_of(raw)] += 1
