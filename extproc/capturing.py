@@ -128,7 +128,7 @@ class CapturingExchange(HttpExchange):
             yield Release(handle, request.model, "expired")
             return
         turn = StoredTurn(handle, sequence, publication.block_size_tokens, request.model, deadline)
-        yield Keep(self._key, turn)
+        yield Keep(self._key, turn, self._kind(), upstream)
         self.receipt.captured = "kept"
 
     def _unwanted(self, request: ApiRequest, handle: handles.Handle) -> str | None:

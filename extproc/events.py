@@ -163,10 +163,15 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep this turn for the conversation. No result; whatever it displaces is released by the shell."""
+    """Keep this turn for the conversation. No result; whatever it displaces is released by the shell.
+
+    ``kind`` says whose habits tell when the conversation will come back (see ``gaps``); ``upstream_address`` is D's.
+    """
 
     key: ConversationKey
     turn: StoredTurn
+    kind: str = ""
+    upstream_address: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +180,7 @@ class Restore:
 
     key: ConversationKey
     turn: StoredTurn
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,14 @@ import structlog
 
 from extproc import __version__
 from extproc.debug_state import snapshot
-from extproc.events import Call, LearnBlockSize, Release
+from extproc.events import Call, Keep, LearnBlockSize, Release, Restore
 from extproc.log import turn_facts
 from extproc.metrics import PROMPT_IDS_DIFFER, RELEASES_WAITING, Metrics
 from extproc.pool import PoolKnowledge
 from extproc.receipt import Reason
 from extproc.releases import ReleaseQueue
-from extproc.store import MemoryStore
+from extproc.retention import Retention
+from extproc.store import Dropped, MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from extproc.identity import ConversationKey
     from extproc.receipt import Receipt
     from extproc.settings import GatewaySettings
-    from extproc.store import Dropped, StoredTurn
+    from extproc.store import StoredTurn
     from extproc.tracing import Tracing
     from extproc.workers_client import WorkersClient
 
@@ -54,6 +55,13 @@ class Gateway:
         self._releases = ReleaseQueue(
             self._send_release, self.metrics.released, per_second=settings.releases_per_second
         )
+        self.retention = Retention(
+            settings,
+            self.pool,
+            client,
+            let_go=lambda keys: self._let_go(keys, "over_budget"),
+            leaving_tokens=self._releases.tokens_of,
+        )
         self.metrics.watch(RELEASES_WAITING, self._releases.__len__)
         self.metrics.watch(PROMPT_IDS_DIFFER, lambda: self.pool.prompt_ids_differed)
         self._errands: set[asyncio.Task[None]] = set()
@@ -71,24 +79,36 @@ class Gateway:
     def take(self, key: ConversationKey) -> StoredTurn | None:
         """Remove and return what is kept for a conversation."""
         with self._timed("take"):
-            return self.store.take(key)
+            turn = self.store.take(key)
+        self.retention.ledger.taken(key, time.monotonic())
+        return turn
 
-    def keep(self, key: ConversationKey, turn: StoredTurn) -> None:
+    def keep(self, keep: Keep) -> None:
         """Keep a turn, and release what it displaces."""
         with self._timed("put"):
-            dropped = self.store.put(key, turn)
-        self._release_dropped(dropped)
+            dropped = self.store.put(keep.key, keep.turn)
+        self._note_kept(keep, dropped, keep.upstream_address)
 
-    def restore(self, key: ConversationKey, turn: StoredTurn) -> None:
+    def restore(self, restore: Restore) -> None:
         """Keep a taken turn again, or release it if its place is lost."""
-        self._release_dropped(self.store.restore(key, turn))
+        self._note_kept(restore, self.store.restore(restore.key, restore.turn))
+
+    def _note_kept(self, keep: Keep | Restore, dropped: list[Dropped], address: str | None = None) -> None:
+        self._release_dropped(dropped)
+        if all(drop.turn is not keep.turn for drop in dropped):
+            self.retention.kept(keep, address)
 
     def end_conversation(self, key: ConversationKey) -> bool:
         """Release what is kept for a conversation; False if nothing is."""
-        turn = self.take(key)
-        if turn is not None:
-            self.release(Release(turn.handle, turn.model, "ended"))
-        return turn is not None
+        return self._let_go([key], "ended")
+
+    def _let_go(self, keys: list[ConversationKey], reason: str) -> bool:
+        """Release what is kept for these conversations; False if nothing is."""
+        turns = [turn for key in keys if (turn := self.store.take(key)) is not None]
+        for key in keys:
+            self.retention.ledger.dropped(key)
+        self._release_dropped([Dropped(turn, reason) for turn in turns])
+        return bool(turns)
 
     def drain_engine(self, name: str) -> dict[str, int]:
         """Release all that decode engines known by ``name`` retain, now and from now on; turns released by engine id."""
@@ -147,6 +167,7 @@ class Gateway:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._expire_for_ever())
             tasks.create_task(self._releases.run())
+            tasks.create_task(self.retention.run())
 
     async def release_everything(self) -> None:
         """Queue a release for every kept turn, and wait until the queue is empty."""
@@ -156,6 +177,8 @@ class Gateway:
     def _release_dropped(self, dropped: list[Dropped]) -> None:
         for drop in dropped:
             self.metrics.dropped(drop.reason)
+            if drop.key is not None:
+                self.retention.ledger.dropped(drop.key)
             if drop.reason != "engine_gone":
                 self.release(Release(drop.turn.handle, drop.turn.model, drop.reason))
 
@@ -182,7 +205,8 @@ class Gateway:
         task.add_done_callback(self._errands.discard)
 
     async def _learn_block_size(self, wanted: LearnBlockSize) -> None:
-        tokens = await self._client.block_size_tokens(wanted.upstream_address)
+        load = await self._client.engine_load(wanted.upstream_address)
+        tokens = None if load is None else load.block_size_tokens
         if tokens is None:
             if wanted.engine_id not in self._warned:
                 self._warned.add(wanted.engine_id)

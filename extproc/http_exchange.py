@@ -44,7 +44,7 @@ from extproc.events import (
     Restore,
     header,
 )
-from extproc.identity import ConversationKey, IdentityRules, InvalidConversationId, find_conversation
+from extproc.identity import ConversationKey, IdentityRules, InvalidConversationId, find_conversation, tenant_hash
 from extproc.receipt import Outcome, Reason, Receipt
 
 if TYPE_CHECKING:
@@ -182,6 +182,11 @@ class HttpExchange(ABC):
             self.receipt.conversation = str(self._key)
             self.receipt.reason = self._reuse_ruled_out(request)
 
+    def _kind(self) -> str:
+        """Name whose habits tell when this conversation comes back: the tenant's, at a first or at a later turn."""
+        position = "first" if self.receipt.held_tokens is None else "later"
+        return f"{tenant_hash(self.headers, self.settings.tenant_header)}:{position}"
+
     def _reuse_ruled_out(self, request: ApiRequest) -> Reason | None:
         if not self.settings.reuse:
             return Reason.REUSE_OFF
@@ -225,7 +230,7 @@ class HttpExchange(ABC):
             yield from self._release_unsent("ended")
         turn, self._unsent = self._unsent, None
         if turn is not None and self._key is not None:
-            yield Restore(self._key, turn)
+            yield Restore(self._key, turn, self._kind())
 
     def _conclude(self, outcome: Outcome, reason: Reason | None) -> None:
         self.receipt.outcome, self.receipt.reason = outcome, reason

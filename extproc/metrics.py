@@ -48,7 +48,10 @@ class Described:
 
 
 _STORE_OPERATIONS: Final = ("take", "put", "expire")
-_DROP_REASONS: Final = ("superseded", "evicted", "expired", "engine_gone", "engine_draining", "draining")
+_DROP_REASONS: Final = (
+    *("superseded", "evicted", "expired", "over_budget", "ended"),
+    *("engine_gone", "engine_draining", "draining"),
+)
 
 TURNS: Final = Described(
     "kvloop_turns_total",
@@ -110,7 +113,7 @@ RELEASES: Final = Described(
     "Handles D was told to free: `failed` ones stay pinned until D's TTL; `dropped` ones found the queue full.",
     {
         "reason": "why the handle was not used: one of `kvloop_handles_dropped_total`'s reasons, one of"
-        " `kvloop_turns_total`'s, `ended`, `refused`, `abandoned`, `failed` or `no_sequence`",
+        " `kvloop_turns_total`'s, `refused`, `abandoned`, `failed` or `no_sequence`",
         "result": ("freed", "failed", "dropped"),
     },
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -46,11 +47,16 @@ class ReleaseQueue:
         self._waiting: asyncio.Queue[Release] = asyncio.Queue(WAITING_AT_MOST)
         self._next_start = 0.0
         self._under_way = 0
+        self._tokens: Counter[str] = Counter()
         self._hurries = asyncio.Event()
 
     def __len__(self) -> int:
         """Count releases waiting or under way."""
         return self._waiting.qsize() + self._under_way
+
+    def tokens_of(self, engine_id: str) -> int:
+        """Return how many tokens an engine still holds that are to be released."""
+        return self._tokens[engine_id]
 
     def add(self, release: Release) -> None:
         """Queue a release; beyond ``WAITING_AT_MOST`` it is dropped and counted."""
@@ -58,6 +64,8 @@ class ReleaseQueue:
             self._waiting.put_nowait(release)
         except asyncio.QueueFull:
             self._count(release.reason, "dropped")
+        else:
+            self._tokens[release.handle.engine_id] += release.handle.tokens
 
     async def run(self) -> None:
         """Perform releases until cancelled."""
@@ -83,7 +91,14 @@ class ReleaseQueue:
                 self._count(release.reason, "freed" if freed else "failed")
             finally:
                 self._under_way -= 1
+                self._forget(release)
                 self._waiting.task_done()
+
+    def _forget(self, release: Release) -> None:
+        engine_id = release.handle.engine_id
+        self._tokens[engine_id] -= release.handle.tokens
+        if not self._tokens[engine_id]:
+            del self._tokens[engine_id]
 
     def _reserve_start(self) -> float:
         """Take the next free start time; return how many seconds it is away."""

@@ -126,9 +126,29 @@ class GatewaySettings(BaseSettings):
     store_max_conversations: PositiveInt = Field(100_000, description="Beyond it the oldest handle is released.")
     store_max_bytes: PositiveInt = Field(512 * Mebibyte, description="The same bound in bytes.")
 
+    # --- how much decode workers retain ---------------------------------------------------------------------------
+    retain_max_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Part of a D's KV memory that kept turns may pin; beyond it the least valuable are released.",
+    )
+    retain_max_tokens: PositiveInt | None = Field(
+        None, description="The same bound in tokens per D. Unset: the share of what D's /metrics says it has."
+    )
+    retain_pressure: float = Field(
+        0.85,
+        gt=0,
+        le=1,
+        description="Above this part of a D's KV memory in use, kept turns give way until it is free again.",
+    )
+    retain_refresh_seconds: PositiveFloat = Field(
+        1.0, description="Between looks at the /metrics of each D that retains something."
+    )
+
     # --- letting go ---------------------------------------------------------------------------------------------
     releases_per_second: PositiveFloat = Field(
-        50.0, description="Each release is a one-token request to P and holds one of its blocks for its 30 s lease."
+        100.0, description="Each release is a one-token request to P and holds one of its blocks for its 30 s lease."
     )
 
     # --- limits -------------------------------------------------------------------------------------------------

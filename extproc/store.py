@@ -8,7 +8,7 @@ thousand. A turn may thus be cleared a little after its deadline; whoever takes 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -41,11 +41,13 @@ class StoredTurn:
 class Dropped:
     """A turn that will not be used, and why: see ``reason``.
 
-    ``superseded``, ``evicted``, ``expired``, ``engine_gone``, ``engine_draining`` or ``draining``.
+    ``superseded``, ``evicted``, ``expired``, ``over_budget``, ``ended``, ``engine_gone``, ``engine_draining`` or
+    ``draining``.
     """
 
     turn: StoredTurn
     reason: str
+    key: ConversationKey | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class MemoryStore:
         self._tokens_by_engine[engine_id] = self._tokens_by_engine.get(engine_id, 0) + turn.handle.tokens
         self._bytes += turn.size_bytes
         while len(self._turns) > self._max_conversations or self._bytes > self._max_bytes:
-            dropped.append(Dropped(self._remove_oldest(), "evicted"))
+            dropped.append(self._drop_oldest("evicted"))
         return dropped
 
     def restore(self, key: ConversationKey, turn: StoredTurn) -> list[Dropped]:
@@ -132,13 +134,13 @@ class MemoryStore:
         """Remove every turn whose deadline has come."""
         dropped: list[Dropped] = []
         while self._turns and next(iter(self._turns.values())).deadline <= now:
-            dropped.append(Dropped(self._remove_oldest(), "expired"))
+            dropped.append(self._drop_oldest("expired"))
         return dropped
 
     def discard_engine(self, engine_id: str, reason: str = "engine_gone") -> list[Dropped]:
         """Remove every turn an engine holds, because the engine is gone or about to go."""
         keys = list(self._keys_by_engine.get(engine_id, ()))
-        return [Dropped(turn, reason) for key in keys if (turn := self._remove(key)) is not None]
+        return [Dropped(turn, reason, key) for key in keys if (turn := self._remove(key)) is not None]
 
     def find_engines(self, name: str) -> list[str]:
         """Return the ids of engines known by ``name``: an engine id, or the ``host`` or ``host:port`` of their handles."""
@@ -150,7 +152,7 @@ class MemoryStore:
 
     def drain(self) -> list[Dropped]:
         """Remove everything, because the gateway stops."""
-        return [Dropped(self._remove_oldest(), "draining") for _ in range(len(self._turns))]
+        return [self._drop_oldest("draining") for _ in range(len(self._turns))]
 
     def _drop_predecessor(self, handle: Handle) -> list[Dropped]:
         address = (handle.host, handle.port)
@@ -160,10 +162,11 @@ class MemoryStore:
             return []
         return self.discard_engine(previous_engine)
 
-    def _remove_oldest(self) -> StoredTurn:
-        turn = self._remove(next(iter(self._turns)))
+    def _drop_oldest(self, reason: str) -> Dropped:
+        key = next(iter(self._turns))
+        turn = self._remove(key)
         assert turn is not None  # noqa: S101 - the key was just read
-        return turn
+        return Dropped(turn, reason, key)
 
     def _remove(self, key: ConversationKey) -> StoredTurn | None:
         turn = self._turns.pop(key, None)

@@ -120,10 +120,10 @@ class ProcessStream:
                 return False, None
             case Take(key):
                 return True, self._gateway.take(key)
-            case Keep(key, turn):
-                self._gateway.keep(key, turn)
-            case Restore(key, turn):
-                self._gateway.restore(key, turn)
+            case Keep():
+                self._gateway.keep(effect)
+            case Restore():
+                self._gateway.restore(effect)
             case Release():
                 self._gateway.release(effect)
             case LearnBlockSize():

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Self
 
 import aiohttp
 
 from extproc import headers as names
 from extproc import legs
 from extproc.events import Call, Leg, LegResult
+from extproc.worker_metrics import EngineLoad, read_engine_load
 
 if TYPE_CHECKING:
     from extproc.events import Headers, Release
-
-_BLOCK_SIZE: Final = re.compile(r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)"', re.MULTILINE)
 
 
 class WorkersClient:
@@ -84,14 +82,13 @@ class WorkersClient:
         result = await self.call(Call(Leg.RELEASE, legs.RELEASE_PATH, headers, body, timeout_seconds))
         return result.status == 200  # noqa: PLR2004 - HTTP OK
 
-    async def block_size_tokens(self, address: str) -> int | None:
-        """Ask the worker at ``ip:port`` for its KV block size, in tokens."""
+    async def engine_load(self, address: str) -> EngineLoad | None:
+        """Ask the worker at ``ip:port`` for its KV block size, capacity and usage; None if it does not answer."""
         try:
             async with asyncio.timeout(5), self._session.get(f"http://{address}/metrics") as response:
-                match = _BLOCK_SIZE.search(await response.text())
-        except (TimeoutError, aiohttp.ClientError, OSError):
+                return read_engine_load(await response.text()) if response.ok else None
+        except (TimeoutError, aiohttp.ClientError, OSError, UnicodeDecodeError):
             return None
-        return int(match.group(1)) if match else None
 
 
 def _failed(error: str, started: float) -> LegResult:

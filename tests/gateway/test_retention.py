@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import http.client
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
 import orjson
+from gateway_harness import worker
 
 DOCUMENT = "The harbour master wrote down every ship that came in. " * 12
 
@@ -81,3 +83,20 @@ def test_a_request_p_refuses_costs_the_corrected_one_nothing(gateway) -> None:
     assert wrong.status == 400
     right = chat.say("And the next day?")
     assert (right.status, right.outcome) == (200, "reused")
+
+
+def test_hazard_17_two_hundred_one_turn_chats_do_not_stop_a_small_decode_worker(start_gateway) -> None:
+    """Each pins about a tenth of its memory: without a budget the eleventh would wait for D's TTL, 480 s."""
+    gateway = start_gateway(
+        decode=[worker("decode", engine={"block_count": 128, "max_model_len": 1024})],
+        extproc_env={"KVLOOP_RETAIN_REFRESH_SECONDS": "0.2"},
+    )
+
+    def ask(number: int) -> Any:
+        return gateway.new_chat(max_tokens=8).say(f"{number} {DOCUMENT}"[:200])
+
+    with ThreadPoolExecutor(4) as clients:
+        answers = list(clients.map(ask, range(200)))
+    assert [answer.status for answer in answers if not answer.is_done] == []
+    gateway.until(lambda: gateway.report()["retained_tokens"] <= 0.5 * 128 * 16, "half of the memory is free")
+    assert 'kvloop_releases_total{reason="over_budget",result="freed"}' in gateway.metrics()

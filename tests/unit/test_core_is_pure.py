@@ -12,12 +12,14 @@ import extproc
 PACKAGE = Path(extproc.__file__).parent
 CORE = (
     "attaching",
+    "budget",
     "capturing",
     "debug_state",
     "endpoints",
     "errors",
     "events",
     "exchange",
+    "gaps",
     "handle",
     "headers",
     "http2",
@@ -33,6 +35,7 @@ CORE = (
     "sse",
     "store",
     "turn",
+    "worker_metrics",
 )
 START = ("__init__", "settings")
 """Read before anything runs. ``settings`` looks at the environment, so the core may know its type only."""

@@ -41,12 +41,11 @@ def test_one_release_that_raises_does_not_end_the_others() -> None:
 def test_an_unknown_block_size_is_asked_again_and_told_once(capsys) -> None:
     asked: list[str] = []
 
-    async def block_size_tokens(address: str) -> int | None:
+    async def engine_load(address: str) -> None:
         asked.append(address)
-        return None
 
     async def run() -> None:
-        gateway = Gateway(GatewaySettings(), SimpleNamespace(block_size_tokens=block_size_tokens))
+        gateway = Gateway(GatewaySettings(), SimpleNamespace(engine_load=engine_load))
         for _ in range(3):
             await gateway._learn_block_size(LearnBlockSize("engine", "10.0.0.7:8200"))
 

@@ -11,6 +11,7 @@ from world import handle_params
 
 from extproc.events import Call, Leg, Release
 from extproc.handle import read_publication
+from extproc.worker_metrics import EngineLoad
 from extproc.workers_client import WorkersClient
 
 
@@ -107,7 +108,7 @@ def test_the_block_size_is_read_from_vllm_s_metrics() -> None:
     async def handler(_: web.Request) -> web.Response:
         return web.Response(text='# HELP\nvllm:cache_config_info{a="1",block_size="32",engine="0"} 1.0\n')
 
-    async def test(client: WorkersClient, port: int) -> tuple[int | None, int | None]:
-        return await client.block_size_tokens(f"127.0.0.1:{port}"), await client.block_size_tokens("127.0.0.1:1")
+    async def test(client: WorkersClient, port: int) -> tuple[EngineLoad | None, EngineLoad | None]:
+        return await client.engine_load(f"127.0.0.1:{port}"), await client.engine_load("127.0.0.1:1")
 
-    assert serve(handler, test) == (32, None)
+    assert serve(handler, test) == (EngineLoad(32, None, 0.0, 0), None)
