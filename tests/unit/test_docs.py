@@ -11,7 +11,7 @@ from extproc.receipt import Outcome
 from extproc.settings import as_markdown
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
 
 
 def test_the_settings_page_is_current() -> None:
