@@ -96,6 +96,18 @@ def test_what_istio_merges_is_what_is_rendered(name: str) -> None:
         assert merged == {"common_lb_config": rendered_lb}
 
 
+def test_envoy_gateway_drops_the_same_headers_from_clients() -> None:
+    extensions = main_manager(rendered_bootstrap())["early_header_mutation_extensions"]
+    rendered = []
+    for mutation in extensions[0]["typed_config"]["mutations"]:
+        matcher = mutation.get("remove_on_match", {"key_matcher": {"exact": mutation.get("remove")}})["key_matcher"]
+        ((kind, value),) = matcher.items()
+        kinds = {"exact": "Exact", "prefix": "Prefix", "safe_regex": "RegularExpression"}
+        rendered.append({"type": kinds[kind], "value": value["regex"] if kind == "safe_regex" else value})
+    policy = pick(overlay("envoy-gateway"), "ClientTrafficPolicy", "kvloop")
+    assert policy["spec"]["headers"]["earlyRequestHeaders"]["removeOnMatch"] == rendered
+
+
 @pytest.mark.parametrize("name", ["envoy-gateway", "istio"])
 def test_the_same_paths_are_refused(name: str) -> None:
     refused = {
