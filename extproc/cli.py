@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # must start without vLLM, and a worker without Envoy.
 _COMMANDS: Final = {
     "serve": ("extproc.server", "run the ext_proc service (settings: KVLOOP_* variables)"),
+    "top": ("extproc.top", "watch running gateways: turns, times, engines, conversations"),
     "envoy": ("extproc.envoy_cli", "render or validate the Envoy configuration"),
     "worker": ("workers.launch", "run a vLLM prefill or decode worker"),
     "sim": ("workers.sim", "run simulated workers"),

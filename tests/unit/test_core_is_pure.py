@@ -34,6 +34,7 @@ CORE = (
     "splice",
     "sse",
     "store",
+    "top_picture",
     "turn",
     "worker_metrics",
 )
