@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md", "envoy/README.md", "workers/README.md")
+OUTSIDE = (
+    *("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
+    *("deploy/README.md", "deploy/observability/README.md", "envoy/README.md", "workers/README.md"),
+)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
 
 

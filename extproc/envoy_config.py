@@ -27,6 +27,7 @@ from envoy_data_plane.envoy.config.endpoint import v3 as endpoint
 from envoy_data_plane.envoy.config.listener import v3 as listener
 from envoy_data_plane.envoy.config.overload import v3 as overload
 from envoy_data_plane.envoy.config.route import v3 as route
+from envoy_data_plane.envoy.config.trace import v3 as trace
 from envoy_data_plane.envoy.extensions.access_loggers.file import v3 as file_log
 from envoy_data_plane.envoy.extensions.access_loggers.stream import v3 as stream_log
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc
@@ -58,6 +59,7 @@ EXT_PROC_FILTER: Final = "kvloop.ext_proc"
 EXT_PROC_CLUSTER: Final = "kvloop_extproc"
 PREFILL_CLUSTER: Final = "prefill"
 DECODE_CLUSTER: Final = "decode"
+COLLECTOR_CLUSTER: Final = "otlp_collector"
 
 STEERING_HEADERS: Final = (
     headers.DATA_PARALLEL_RANK,
@@ -103,7 +105,10 @@ def bootstrap(settings: EnvoySettings) -> boot.Bootstrap:
         admin=boot.Admin(address=_bind_address(settings.admin_listen), ignore_global_conn_limit=True),
         static_resources=boot.BootstrapStaticResources(
             listeners=[_main_listener(settings), _prefill_listener(settings)],
-            clusters=[_ext_proc_cluster(settings), _prefill_cluster(settings), _decode_cluster(settings)],
+            clusters=[
+                *(_ext_proc_cluster(settings), _prefill_cluster(settings), _decode_cluster(settings)),
+                *([] if settings.otlp is None else [_collector_cluster(settings.otlp)]),
+            ],
         ),
         overload_manager=overload.OverloadManager(
             resource_monitors=[
@@ -220,12 +225,29 @@ def _with_common_options(manager: hcm.HttpConnectionManager, settings: EnvoySett
         initial_connection_window_size=CONNECTION_WINDOW_BYTES,
         allow_connect=True,  # websockets over HTTP/2
     )
+    manager.tracing = _tracing(settings)
     manager.http_filters.append(
         hcm.HttpFilter(
             name="envoy.filters.http.router", typed_config=Packed.pack(router.Router(suppress_envoy_headers=True))
         )
     )
     return manager
+
+
+def _tracing(settings: EnvoySettings) -> hcm.HttpConnectionManagerTracing | None:
+    """Send Envoy's own spans to an OTLP collector. kvloop's spans join them: see docs/observability.md."""
+    if settings.otlp is None:
+        return None
+    service = core.GrpcService(
+        envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=COLLECTOR_CLUSTER), timeout=timedelta(seconds=1)
+    )
+    provider = trace.OpenTelemetryConfig(grpc_service=service, service_name="envoy")
+    return hcm.HttpConnectionManagerTracing(
+        provider=trace.TracingHttp(name="envoy.tracers.opentelemetry", typed_config=Packed.pack(provider)),
+        random_sampling=http_type.Percent(value=settings.otlp_sample_percent),
+        # Without it a worker's spans would hang on Envoy's span of the whole request.
+        spawn_upstream_span=True,
+    )
 
 
 def _drop_steering_headers() -> list[mutation.HeaderMutation]:
@@ -399,18 +421,25 @@ def _ext_proc_cluster(settings: EnvoySettings) -> cluster.Cluster:
             grpc_health_check=core.HealthCheckGrpcHealthCheck(),
         )
     ]
-    built.typed_extension_protocol_options = _http_options(
-        upstream_http.HttpProtocolOptions(
-            explicit_http_config=upstream_http.HttpProtocolOptionsExplicitHttpConfig(
-                http2_protocol_options=core.Http2ProtocolOptions(
-                    max_concurrent_streams=1000,
-                    initial_stream_window_size=STREAM_BUFFER_BYTES,
-                    initial_connection_window_size=CONNECTION_WINDOW_BYTES,
-                )
-            )
-        )
-    )
+    built.typed_extension_protocol_options = _http2_options()
     return built
+
+
+def _collector_cluster(address: str) -> cluster.Cluster:
+    """Reach the collector of traces."""
+    built = _cluster(COLLECTOR_CLUSTER, [address])
+    built.typed_extension_protocol_options = _http2_options()
+    return built
+
+
+def _http2_options() -> dict[str, Packed]:
+    http2 = core.Http2ProtocolOptions(
+        max_concurrent_streams=1000,
+        initial_stream_window_size=STREAM_BUFFER_BYTES,
+        initial_connection_window_size=CONNECTION_WINDOW_BYTES,
+    )
+    only = upstream_http.HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=http2)
+    return _http_options(upstream_http.HttpProtocolOptions(explicit_http_config=only))
 
 
 def _prefill_cluster(settings: EnvoySettings) -> cluster.Cluster:

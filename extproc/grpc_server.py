@@ -33,9 +33,15 @@ class Status:
 class Responder:
     """How a stream's server answers."""
 
-    def __init__(self, protocol: _GrpcProtocol, stream: http2.Stream) -> None:
+    def __init__(self, protocol: _GrpcProtocol, stream: http2.Stream, headers: http2.Headers) -> None:
         self._protocol = protocol
         self._stream = stream
+        self._headers = headers
+
+    def metadata(self, name: str) -> str:
+        """Return the last value of the initial metadata called ``name``, empty if there is none."""
+        wanted = name.encode()
+        return next((value.decode("latin-1") for key, value in reversed(self._headers) if key == wanted), "")
 
     def send(self, message: bytes) -> bool:
         """Send a message; False: wait for ``writable`` before you send more."""
@@ -167,7 +173,7 @@ class _GrpcProtocol(asyncio.Protocol):
     def _open(self, stream: http2.Stream, headers: http2.Headers) -> http2.StreamEvents:
         path = next((value for name, value in headers if name == b":path"), b"")
         serve = self._server.services.get(path, _Unimplemented)
-        return serve(Responder(self, stream))
+        return serve(Responder(self, stream, headers))
 
 
 class _Unary:

@@ -241,6 +241,16 @@ class EnvoySettings(BaseSettings):
         10_000, description="Connections beyond it are closed at once. The prefill listener does not count."
     )
     access_log: str = Field("/dev/stdout", description="File of the JSON access log.")
+    otlp: Address | None = Field(
+        None,
+        description="OTLP/gRPC collector of Envoy's own spans, for example `127.0.0.1:4317`. Unset: none are made.",
+    )
+    otlp_sample_percent: float = Field(
+        100.0,
+        ge=0,
+        le=100,
+        description="Share of the requests Envoy makes spans for; those of traced clients count as well.",
+    )
     concurrency: PositiveInt | None = Field(None, description="Envoy worker threads; unset means one per core.")
 
 

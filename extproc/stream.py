@@ -173,7 +173,7 @@ class ProcessStream:
         """Return the turn's spans, begun when the first is needed; None if nobody wants them or it is no turn."""
         tracing = self._gateway.tracing
         if self._trace is None and tracing is not None and self._exchange.request is not None:
-            self._trace = TurnTrace(tracing, self._exchange)
+            self._trace = TurnTrace(tracing, self._exchange, self._responder.metadata)
         return self._trace
 
     def _finished(self, error: str) -> None:

@@ -107,9 +107,13 @@ class Tracing:
         self._propagator = propagate.get_global_textmap()
         self._fields = self._propagator.fields
 
-    def parent(self, headers: Headers) -> Context:
-        """Read the trace a request belongs to from its headers (``traceparent``, or what OTEL_PROPAGATORS names)."""
-        return self._propagator.extract({name: value for name, value in headers if name in self._fields})
+    def parent(self, headers: Headers, metadata: Callable[[str], str]) -> Context:
+        """Read the trace a request belongs to: from ``traceparent``, or what OTEL_PROPAGATORS names.
+
+        If Envoy traces, the stream's own metadata names Envoy's span, and that comes before the client's.
+        """
+        carrier = {name: value for name, value in headers if name in self._fields}
+        return self._propagator.extract(carrier | {name: value for name in self._fields if (value := metadata(name))})
 
     def joined(self, headers: Headers, span: Span) -> Headers:
         """Return headers that make whoever receives them a child of ``span``."""
@@ -136,7 +140,7 @@ class Tracing:
 class TurnTrace:
     """The spans of one turn."""
 
-    def __init__(self, tracing: Tracing, exchange: Exchange) -> None:
+    def __init__(self, tracing: Tracing, exchange: Exchange, metadata: Callable[[str], str]) -> None:
         self._tracing = tracing
         self._exchange = exchange
         self._decode: Span | None = None
@@ -144,7 +148,7 @@ class TurnTrace:
         name = "turn" if request is None else f"{_OPERATIONS[request.endpoint.dialect]} {request.model}".strip()
         self._span = tracing.tracer.start_span(
             name[:_LONGEST_TEXT],
-            tracing.parent(exchange.headers),
+            tracing.parent(exchange.headers, metadata),
             kind=tracing.api.SpanKind.SERVER,
             attributes=_asked(exchange),
             start_time=_wall_clock(exchange.arrived_at),

@@ -100,6 +100,40 @@ def test_a_turn_is_one_span_with_a_child_per_leg(start_gateway, collector) -> No
         assert secret not in everything
 
 
+def test_envoys_own_spans_and_ours_are_one_trace(start_gateway, collector) -> None:
+    address = collector.grpc_endpoint.removeprefix("http://")
+    gateway = start_gateway(extproc_env=exporting(collector), envoy={"otlp": address})
+    chat = gateway.new_chat(max_tokens=5)
+    chat.say(QUESTION)
+    gateway.fleet.reset()
+    trace, client_span, header = traceparent()
+    assert chat.say("And then?", headers={"traceparent": header}).outcome == "reused"
+
+    def all_there() -> dict[str, ReceivedSpan] | None:
+        found = {span.id: span for span in list(collector.spans) if span.trace == trace}
+        return found if len(found) >= 11 else None
+
+    # Envoy hands its spans over every five seconds.
+    spans = gateway.until(all_there, "Envoy's and our spans have arrived")
+
+    def line(span: ReceivedSpan) -> list[str]:
+        """Names from a span up to the client's."""
+        above = spans.get(span.parent)
+        assert above is not None or span.parent == client_span
+        return [span.name, *(line(above) if above else [])]
+
+    def sender(leg: list[Any]) -> list[str]:
+        """The same for the span a worker's own would hang on."""
+        (received,) = leg
+        return line(spans[received.headers["traceparent"].split("-")[2]])
+
+    turn = ["chat sim", "async envoy.service.ext_proc.v3.ExternalProcessor.Process egress", "ingress"]
+    assert line(next(span for span in spans.values() if span.name == "decode")) == ["decode", *turn]
+    for leg in ("render", "prefill"):
+        assert sender(gateway.received("prefill", leg=leg)) == ["router prefill egress", "ingress", leg, *turn]
+    assert sender(gateway.received("decode", path="/v1/chat/completions")) == ["router decode egress", "ingress"]
+
+
 def test_a_failed_leg_and_its_turn_say_so(start_gateway, collector) -> None:
     gateway = start_gateway(extproc_env=exporting(collector, KVLOOP_PREFILL_TIMEOUT_SECONDS="5"))
     (prefill,) = gateway.fleet.prefill

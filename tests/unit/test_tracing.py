@@ -91,7 +91,7 @@ class Traced:
         self.tracing = Tracing(provider)
 
     def turn(self, **facts: Any) -> TurnTrace:
-        return TurnTrace(self.tracing, an_exchange(**facts))
+        return TurnTrace(self.tracing, an_exchange(**facts), lambda _: "")
 
     def spans(self) -> dict[str, Any]:
         return {span.name: span for span in self.exported.get_finished_spans()}
@@ -129,6 +129,18 @@ def test_nothing_a_client_or_worker_says_breaks_a_span(fields, headers, status, 
     assert len(traced.spans()) == 2
     assert all(len(name) <= 256 for name in traced.spans())
     assert len(turn.trace_id) == 32
+
+
+@pytest.mark.parametrize(("by_client", "by_envoy", "expected"), [(1, 0, 1), (0, 2, 2), (1, 2, 2), (0, 0, None)])
+def test_envoys_span_comes_before_the_clients(traced, by_client, by_envoy, expected) -> None:
+    def named(number: int) -> str:
+        return f"00-{number:032x}-{number:016x}-01" if number else ""
+
+    exchange = an_exchange(headers=(("traceparent", named(by_client)),))
+    turn = TurnTrace(traced.tracing, exchange, lambda name: named(by_envoy) if name == "traceparent" else "")
+    turn.finish()
+    parent = traced.spans()["chat m"].parent
+    assert (None if parent is None else parent.span_id) == expected
 
 
 def test_a_leg_joins_the_trace_and_loses_the_headers_of_any_other(traced) -> None:
