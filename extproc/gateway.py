@@ -15,7 +15,7 @@ from extproc import __version__
 from extproc.debug_state import snapshot
 from extproc.events import Call, Keep, LearnBlockSize, Release, Restore
 from extproc.log import turn_facts
-from extproc.metrics import PROMPT_IDS_DIFFER, RELEASES_WAITING, Metrics
+from extproc.metrics import PROMPT_IDS_DIFFER, RELEASES_WAITING, TASKS, Metrics
 from extproc.pool import PoolKnowledge
 from extproc.receipt import Reason
 from extproc.releases import ReleaseQueue
@@ -63,6 +63,7 @@ class Gateway:
             leaving_tokens=self._releases.tokens_of,
         )
         self.metrics.watch(RELEASES_WAITING, self._releases.__len__)
+        self.metrics.watch(TASKS, lambda: len(asyncio.all_tasks()))
         self.metrics.watch(PROMPT_IDS_DIFFER, lambda: self.pool.prompt_ids_differed)
         self._errands: set[asyncio.Task[None]] = set()
         self._warned: set[str] = set()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from extproc.events import header
+from extproc.log_sink import SINK
 
 if TYPE_CHECKING:
     from extproc.events import Headers
@@ -28,11 +28,11 @@ def configure_logging(level: str) -> None:
     structlog.configure(
         processors=[*processors, structlog.processors.JSONRenderer()],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.WriteLoggerFactory(),
+        logger_factory=structlog.WriteLoggerFactory(SINK),  # type: ignore[arg-type] # a file as far as it is used
         cache_logger_on_first_use=True,
     )
     # What libraries have to say (an exporter of traces that finds no collector, say) takes the same form.
-    handler = logging.StreamHandler(sys.stdout)
+    handler = logging.StreamHandler(SINK)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*processors, structlog.stdlib.add_logger_name],

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from extproc import __version__
 from extproc.events import Leg
+from extproc.log_sink import SINK
 from extproc.receipt import Outcome, Reason
 
 if TYPE_CHECKING:
@@ -157,6 +158,16 @@ LOOP_LAG: Final = Described(
     "How late the event loop came to a timer, looked at once a second: what every chunk of every stream waits, too.",
     buckets=_QUICK_SECONDS,
 )
+LOG_LINES_DROPPED: Final = Described(
+    "kvloop_log_lines_dropped_total",
+    Counter,
+    "Log lines that could not be written: the disk is full, or whoever reads them has stopped. Turns go on without.",
+)
+TASKS: Final = Described(
+    "kvloop_event_loop_tasks",
+    Gauge,
+    "Tasks of the event loop: some of its own, one per scrape, one per call to P under way. Growth without load is a leak.",
+)
 BUILD: Final = Described(
     "kvloop_build_info",
     Info,
@@ -167,7 +178,7 @@ BUILD: Final = Described(
 TABLE: Final = (
     *(TURNS, LIVE, PROMPT_TOKENS, HELD_TOKENS, REUSED_TOKENS, TTFT, TTFT_PARTS, LEGS),
     *(CAPTURED, DROPPED, RELEASES, RELEASES_WAITING, KEPT, STORE_BYTES, ENGINE_TURNS, ENGINE_TOKENS, STORE_OPERATIONS),
-    *(FORBIDDEN, ABORTED, PROMPT_IDS_DIFFER, LOOP_LAG, BUILD),
+    *(FORBIDDEN, ABORTED, PROMPT_IDS_DIFFER, LOOP_LAG, TASKS, LOG_LINES_DROPPED, BUILD),
 )
 
 
@@ -190,6 +201,7 @@ class Metrics:
         self.watch(KEPT, store.__len__)
         self.watch(STORE_BYTES, lambda: store.size_bytes)
         self.registry.register(_Engines(store.engines))
+        self.registry.register(_LogLines())
         self._start_at_zero()
 
     def _made(self, described: Described) -> Any:
@@ -270,6 +282,14 @@ class Metrics:
     def loop_lag(self, seconds: float) -> None:
         """Note how late the event loop was."""
         self._loop_lag.observe(max(0.0, seconds))
+
+
+class _LogLines:
+    """Reads the log's own count when it is scraped."""
+
+    def collect(self) -> Iterator[Metric]:
+        name = LOG_LINES_DROPPED.name.removesuffix("_total")
+        yield CounterMetricFamily(name, LOG_LINES_DROPPED.text, value=SINK.dropped)
 
 
 class _Engines:

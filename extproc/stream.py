@@ -8,7 +8,6 @@ with OK while Envoy still waits for body pieces would hand a mutilated request t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
@@ -102,11 +101,8 @@ class ProcessStream:
             self._end(Status.OK)
         except (EnvoyProtocolError, EventTooLarge, ResponseTooLarge) as error:
             self._abort(error)
-        except Exception as error:
-            log.exception("stream_failed", request_id=header(self._exchange.headers, "x-request-id"))
-            self._gateway.metrics.aborted(error)
-            self._abandon(type(error).__name__)
-            self._responder.finish(Status.INTERNAL, type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - logged
+            self._fail(error)
 
     def _perform(self, effect: Effect) -> tuple[bool, Any]:
         """Return whether the effect is done, and its result; if not, whatever it waits for goes on from here."""
@@ -140,7 +136,11 @@ class ProcessStream:
     async def _perform_call(self, call: Call) -> None:
         trace = self._traced()
         perform = self._gateway.call
-        result = await (perform(call) if trace is None else trace.call(call, perform))
+        try:
+            result = await (perform(call) if trace is None else trace.call(call, perform))
+        except Exception as error:  # noqa: BLE001 - logged; nobody else would end the stream
+            self._fail(error)
+            return
         self._call = None
         self._is_busy = False
         self._advance(result)
@@ -151,17 +151,29 @@ class ProcessStream:
         self._gateway.metrics.aborted(error)
         self._end(Status.INTERNAL, type(error).__name__)
 
+    def _fail(self, error: Exception) -> None:
+        """End a stream that met what should not happen."""
+        log.error("stream_failed", request_id=header(self._exchange.headers, "x-request-id"), exc_info=error)
+        self._gateway.metrics.aborted(error)
+        self._abandon(type(error).__name__)
+        self._responder.finish(Status.INTERNAL, type(error).__name__)
+
     def _abandon(self, error: str = "") -> None:
         """Let the exchange clean up after itself; all it may still ask for is a release."""
         run, self._run = self._run, None
         if run is None:
             return
-        with contextlib.suppress(StopIteration, StreamEnded):
+        try:
             effect = run.throw(StreamEnded())
             while True:
                 if isinstance(effect, Release):
                     self._gateway.release(effect)
                 effect = run.send(None)
+        except (StopIteration, StreamEnded):
+            pass
+        except Exception:
+            # Others are being dropped with this one, when a connection is lost.
+            log.exception("clean_up_failed")
         self._finished(error)
 
     def _end(self, status: int, text: str = "") -> None:
@@ -177,7 +189,21 @@ class ProcessStream:
         return self._trace
 
     def _finished(self, error: str) -> None:
-        trace = self._traced()
-        if trace is not None:
+        """Count the turn and tell of it. A fault in that must not cost this client its answer, nor others theirs."""
+        traced_as = self._finish_trace(error)
+        try:
+            self._gateway.finished(self._exchange, trace_id=traced_as)
+        except Exception:
+            log.exception("receipt_lost")
+
+    def _finish_trace(self, error: str) -> str | None:
+        """End the turn's spans, if there are any, and return the trace's id."""
+        try:
+            trace = self._traced()
+            if trace is None:
+                return None
             trace.finish(error)
-        self._gateway.finished(self._exchange, trace_id=None if trace is None else trace.trace_id)
+        except Exception:
+            log.exception("trace_lost")
+            return None
+        return trace.trace_id

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, default=32_768)
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--decoder-ttl-seconds", type=float, default=480.0)
+    parser.add_argument("--lease-seconds", type=float, default=30.0)
     parser.add_argument("--prefill-tokens-per-second", type=float)
     parser.add_argument("--decode-tokens-per-second", type=float)
     parser.add_argument("--request-overhead-seconds", type=float, default=0.0)
@@ -65,6 +66,8 @@ def _settings(role: Role, args: argparse.Namespace) -> WorkerSettings:
             max_model_len=min(args.max_model_len, args.blocks * args.block_size),
             prefix_caching=not args.no_prefix_caching,
             decoder_ttl_seconds=args.decoder_ttl_seconds,
+            lease_seconds=args.lease_seconds,
+            computes_failed_reads=args.plugin,
         ),
         model=Model(mean_answer_tokens=args.mean_answer_tokens),
         timing=Timing(

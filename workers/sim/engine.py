@@ -13,7 +13,7 @@ What is mirrored, because kvloop lives with it:
 * Full blocks are cached under the hash of the prompt's tokens whatever they hold, so wrong KV reaches other requests.
 * A read that fails on a prefill worker with policy ``recompute`` leaves its request waiting for ever: on its second
   round through the scheduler the connector promises the remote tokens again and nobody fetches them. An abort of such
-  a request never gives its blocks back.
+  a request never gives its blocks back. (kvloop's plugin mends this: ``computes_failed_reads``.)
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class EngineSettings:
     lease_seconds: float = 30.0
     recompute_threshold_tokens: int = 64
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    computes_failed_reads: bool = False
+    """The repair of kvloop's plugin: what could not be read is computed, and does not wait for ever."""
     registration_generation: int | None = None
     """vLLM 0.33 tells one in its handles (1 unless the worker slept); 0.32 does not."""
     clock_offset_seconds: float = 0.0
@@ -332,6 +334,8 @@ class Engine:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill") and len(request.prompt) > local:
             return len(request.prompt) - local, True
+        if request.load_spent and self.settings.computes_failed_reads:
+            return 0, False
         has_keys = params.get("remote_block_ids") and all(key in params for key in READ_KEYS)
         if params.get("do_remote_decode") and has_keys:
             count = min(params.get("remote_num_tokens") or 0, len(request.prompt)) - local
