@@ -45,6 +45,9 @@ docs: $(READY) ## the documentation as a site, in site/: no warnings, no network
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "site/index.html is ready; with search: $(BIN)/python -m http.server -d site"
 
+faults: $(READY) ## ten minutes of every fault under load, with a table (FAULTS_ARGS="--seed 7 --seconds 120")
+	@$(BIN)/python tests/faults/faults.py $(FAULTS_ARGS)
+
 check: lint types coverage ## before every commit: lint, format, types, unit tests with the core at 100 % coverage
 
 lint: $(READY)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from typing import TYPE_CHECKING, Final, cast
 
 from grpc_health.v1 import health_pb2
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 _UNSENT_MAX_BYTES: Final = 1024 * 1024
 """Answers that wait for one connection before no more is read from it."""
+
+KEEPALIVE: Final = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""Seconds until the first question, between questions, and how many without an answer end the connection."""
 
 HEALTH_PATH: Final = b"/grpc.health.v1.Health/Check"
 
@@ -124,6 +128,7 @@ class _GrpcProtocol(asyncio.Protocol):
         # A stream's transport can write, though uvloop's does not derive from asyncio's.
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_UNSENT_MAX_BYTES)
+        _find_vanished_peers(transport.get_extra_info("socket"))
         self._server.joined(self)
         self._flush()
 
@@ -174,6 +179,18 @@ class _GrpcProtocol(asyncio.Protocol):
         path = next((value for name, value in headers if name == b":path"), b"")
         serve = self._server.services.get(path, _Unimplemented)
         return serve(Responder(self, stream, headers))
+
+
+def _find_vanished_peers(connection: socket.socket) -> None:
+    """Have the kernel ask a silent peer whether it is there, as Envoy's clusters do.
+
+    A machine that vanished says no goodbye; without this its streams, and the handles they hold, would stay for ever.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        # Not every system has all of them, nor calls them so.
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class _Unary:

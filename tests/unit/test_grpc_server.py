@@ -206,3 +206,19 @@ async def test_a_peer_that_never_reads_is_read_no_further_until_it_does() -> Non
                 with contextlib.suppress(BlockingIOError):
                     peer.recv(1 << 20)
                 await asyncio.sleep(0)
+
+
+@on_each_loop
+async def test_the_kernel_looks_after_silent_peers() -> None:
+    """One that vanished without a goodbye would else keep its streams, and the handles they hold, for ever."""
+    async with serving() as (server, address):
+        host, _, port = address.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        await until(lambda: bool(server._protocols))
+        (protocol,) = server._protocols
+        assert protocol._transport is not None
+        connection = protocol._transport.get_extra_info("socket")
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        assert [connection.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [30, 5, 3]
+        writer.close()
