@@ -206,6 +206,21 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             ),
         ),
         Panel(
+            "Tasks and file descriptors",
+            "Both come back to where they were when the load ends.",
+            "short",
+            (
+                ("kvloop_event_loop_tasks{{{}}}", "{{instance}} tasks"),
+                ("process_open_fds{{{}}}", "{{instance}} descriptors"),
+            ),
+        ),
+        Panel(
+            "Log lines dropped",
+            "The disk is full, or whoever reads the log has stopped.",
+            "reqps",
+            ((rate("kvloop_log_lines_dropped_total", "instance"), "{{instance}}"),),
+        ),
+        Panel(
             "Versions",
             "Of kvloop.",
             "short",
