@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = (
-    *("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
-    *("deploy/README.md", "deploy/observability/README.md", "envoy/README.md", "workers/README.md"),
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "deploy/README.md",
+    "deploy/observability/README.md",
+    "envoy/README.md",
+    "workers/README.md",
 )
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
 

@@ -94,6 +94,13 @@ def all_of(manifests: list[Manifest], kind: str) -> list[Manifest]:
 
 def complaints(manifest: Manifest) -> list[str]:
     """Return what an API server would object to; empty for a good manifest."""
+    return _complaints(json.dumps(manifest))
+
+
+@functools.cache
+def _complaints(text: str) -> list[str]:
+    """Look at each manifest once: most are the same in every overlay."""
+    manifest = json.loads(text)
     schema_file = SCHEMAS / f"{manifest['apiVersion'].replace('/', '_')}_{manifest['kind']}.json"
     if schema_file.exists():
         return _custom(manifest, schema_file)
