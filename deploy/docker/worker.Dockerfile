@@ -20,12 +20,10 @@ RUN python3 -m pip freeze --exclude-editable > /wheels/vllm-constraints.txt \
         --constraint /wheels/vllm-constraints.txt /wheels/kvloop-*.whl 'nixl>=1.5' \
     && useradd --uid 65532 --create-home kvloop \
     && install --directory --owner=kvloop /cache
-# Weights, compiled kernels and temporary files: mount volumes at /cache and /tmp, the rest may be read-only.
-ENV HF_HOME=/cache/huggingface \
-    VLLM_CACHE_ROOT=/cache/vllm \
-    XDG_CACHE_HOME=/cache \
-    TRITON_CACHE_DIR=/cache/triton \
-    PYTHONDONTWRITEBYTECODE=1
+# Weights and compiled kernels go below the home directory: mount volumes there and at /tmp, the rest may be read-only.
+ENV HOME=/cache \
+    PYTHONDONTWRITEBYTECODE=1 \
+    VLLM_NO_USAGE_STATS=1
 USER 65532:65532
 VOLUME /cache
 EXPOSE 8100 8200 5600 5700
