@@ -93,6 +93,20 @@ class AttachingExchange(HttpExchange):
             self.receipt.reason = failure(result)
         return result, prefilled
 
+    def _call_cold(
+        self, request: ApiRequest, body: bytes
+    ) -> Generator[Effect, Any, tuple[LegResult, legs.Prefilled | None]]:
+        """Send P what carries no handle. A kept turn that waits for it is given back if the request was at fault."""
+        result = yield from self._call(
+            Leg.PREFILL, request.endpoint.path, body, self.settings.prefill_timeout_seconds, attempt="cold"
+        )
+        self.receipt.prefill_ms = (self.receipt.prefill_ms or 0.0) + result.elapsed_seconds * 1000
+        if result.status in CLIENT_ERRORS:
+            yield from self._restore_unsent()
+        else:
+            yield from self._release_unsent(Reason.RENDER_FAILED)
+        return result, legs.read_prefilled(result.body) if result.status == OK else None
+
     def _note_reuse(self, attachment: Attachment, prefilled: legs.Prefilled) -> None:
         """Put down in the receipt what P made of the handle."""
         read = attachment.tokens if prefilled.cached_tokens is None else prefilled.cached_tokens
@@ -107,6 +121,13 @@ class AttachingExchange(HttpExchange):
         self.receipt.reused_tokens = min(read, attachment.tokens)
         self.receipt.cached_tokens = prefilled.cached_tokens
         self.receipt.prompt_tokens = len(prefilled.prompt_ids or ())
+
+    def _note_cold(self, prefilled: legs.Prefilled) -> None:
+        """Put down in the receipt that P got no handle; why, stands there already."""
+        self._conclude(Outcome.COLD, self.receipt.reason)
+        self.receipt.reused_tokens = 0
+        self.receipt.cached_tokens = prefilled.cached_tokens
+        self.receipt.prompt_tokens = None if prefilled.prompt_ids is None else len(prefilled.prompt_ids)
 
 
 def failure(result: LegResult) -> Reason:

@@ -28,6 +28,8 @@ from extproc.turn import Learned, StreamedTurn, TurnFold, Watch, WholeTurn
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from extproc.events import Headers
+    from extproc.identity import ConversationKey
     from extproc.request import ApiRequest
 
 
@@ -36,12 +38,27 @@ class CapturingExchange(HttpExchange):
 
     __slots__ = ()
 
+    @property
+    def _is_followed(self) -> bool:
+        """Whether a next turn could find what this one leaves."""
+        return self._key is not None
+
     def _wants_token_ids(self) -> bool:
         """Whether D has to send token ids for the next turn's proof."""
-        if self._key is None or self._ends or not self.settings.reuse:
+        if not self._is_followed or self._ends or not self.settings.reuse:
             return False
         source = self.settings.sequence_source
         return source == "token_ids" or (source == "auto" and not self.pool.digest_seen)
+
+    def _decode_headers(self, *, with_params: bool) -> Headers:
+        """Headers that let Envoy pick the conversation's D, and D's guard accept the transfer parameters."""
+        conversation: Headers = () if self._key is None else ((names.CONVERSATION, str(self._key)),)
+        return (*conversation, *self._secret_headers()) if with_params else conversation
+
+    def _removed_headers(self, *, with_params: bool) -> tuple[str, ...]:
+        ours = (names.END,) if self._ends else ()
+        # A compressed answer could be neither read nor stripped.
+        return (*ours, "accept-encoding") if with_params else ours
 
     def _respond(self, request: ApiRequest, *, watches: bool, asked: bool) -> Generator[Effect, Any, None]:
         event = yield from self._receive_response()
@@ -53,11 +70,11 @@ class CapturingExchange(HttpExchange):
         learns = asked or request.wants_token_ids
         hides = asked and not request.wants_token_ids
         settings = self.settings
-        watch = Watch(learns, hides, settings.event_max_bytes, settings.response_max_bytes)
+        watch = Watch(learns, hides, settings.event_max_bytes, settings.response_max_bytes, self._shown_params)
         fold = _fold_for(event, watch) if watches else None
         yield ForwardResponseHeaders(
             watch=fold is not None,
-            set_headers=((names.RECEIPT, self.receipt.header_value()),),
+            set_headers=((names.RECEIPT, self._receipt_header()),),
             metadata=self.receipt.metadata(),
         )
         if fold is not None:
@@ -90,6 +107,13 @@ class CapturingExchange(HttpExchange):
                 case _:
                     raise EnvoyProtocolError(f"{type(event).__name__} arrived inside a response")
 
+    def _shown_params(self, params: bytes) -> bytes | None:  # noqa: ARG002 - roles may look at them
+        """Return what the reader gets in place of D's transfer parameters (JSON text): nothing."""
+        return None
+
+    def _receipt_header(self) -> str:
+        return self.receipt.header_value()
+
     def _note_first_token(self) -> None:
         self.receipt.decode_ms = (self._now - self._forwarded_at) * 1000
         self.receipt.ttft_ms = (self._now - self.arrived_at) * 1000
@@ -113,10 +137,13 @@ class CapturingExchange(HttpExchange):
         if legs.is_text_only(request):  # the plugin leaves other turns without a digest
             self.pool.note_handle(has_digest=publication.sequence is not None)
         sequence = self._sequence(publication, learned)
-        unwanted = self._unwanted(request, handle)
-        if self._key is None or sequence is None or unwanted is not None:
+        key = self._key_of(handle)
+        unwanted = "no_conversation" if key is None else self._unwanted(request, handle)
+        if unwanted is None:
+            unwanted = "no_sequence" if sequence is None else self._doubt(sequence, learned)
+        if key is None or sequence is None or unwanted is not None:
             self.receipt.captured = "released"
-            yield Release(handle, request.model, unwanted or "no_sequence")
+            yield Release(handle, request.model, str(unwanted))
             return
         if publication.block_size_tokens is None and self.pool.block_size_tokens(handle.engine_id) is None and upstream:
             yield LearnBlockSize(handle.engine_id, upstream)
@@ -128,19 +155,25 @@ class CapturingExchange(HttpExchange):
             yield Release(handle, request.model, "expired")
             return
         turn = StoredTurn(handle, sequence, publication.block_size_tokens, request.model, deadline)
-        yield Keep(self._key, turn, self._kind(), upstream)
+        yield Keep(key, turn, self._kind(), upstream)
         self.receipt.captured = "kept"
+
+    def _key_of(self, handle: handles.Handle) -> ConversationKey | None:  # noqa: ARG002 - roles may look at it
+        """Return the key under which the next turn will look for this handle."""
+        return self._key
 
     def _unwanted(self, request: ApiRequest, handle: handles.Handle) -> str | None:
         """Name why no later turn will read what D retains, None if one may."""
-        if self._key is None:
-            return "no_conversation"
         if self._ends:
             return "ended"
         if handle.engine_id in self.pool.draining_engines:
             return "engine_draining"
         ruled_out = self._reuse_ruled_out(request)
         return None if ruled_out is None else str(ruled_out)
+
+    def _doubt(self, sequence: proof.Sequence, learned: Learned) -> str | None:  # noqa: ARG002 - roles may look at them
+        """Name why D's word on its tokens is not to be taken, None if it is."""
+        return None
 
     def _sequence(self, publication: handles.Publication, learned: Learned) -> proof.Sequence | None:
         """Return the tokens behind the handle: D's own digest, else the ids it streamed.

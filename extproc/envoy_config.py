@@ -13,6 +13,7 @@ Rules that must stay true:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Final
@@ -33,6 +34,7 @@ from envoy_data_plane.envoy.extensions.access_loggers.stream import v3 as stream
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc
 from envoy_data_plane.envoy.extensions.filters.http.header_mutation import v3 as header_mutation
 from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router
+from envoy_data_plane.envoy.extensions.filters.http.upstream_codec import v3 as upstream_codec
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early
 from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request import v3 as least_request
@@ -100,13 +102,19 @@ def _as_spelt(field: str) -> str:
 
 
 def bootstrap(settings: EnvoySettings) -> boot.Bootstrap:
-    """Return the whole bootstrap: two listeners, three clusters, a private admin interface, one overload limit."""
+    """Return the whole bootstrap: listeners, clusters, a private admin interface, one overload limit."""
+    topology = _gateway(settings) if settings.topology == "gateway" else _intercept(settings)
     return boot.Bootstrap(
         admin=boot.Admin(address=_bind_address(settings.admin_listen), ignore_global_conn_limit=True),
         static_resources=boot.BootstrapStaticResources(
-            listeners=[_main_listener(settings), _prefill_listener(settings)],
+            listeners=[
+                *(_watched_listener(face, settings) for face in topology.faces),
+                _prefill_listener([face.worker for face in topology.faces if face.worker], settings),
+            ],
             clusters=[
-                *(_ext_proc_cluster(settings), _prefill_cluster(settings), _decode_cluster(settings)),
+                _ext_proc_cluster(settings),
+                _prefill_cluster(PREFILL_CLUSTER, settings.prefill, settings),
+                *topology.clusters,
                 *([] if settings.otlp is None else [_collector_cluster(settings.otlp)]),
             ],
         ),
@@ -125,69 +133,131 @@ def bootstrap(settings: EnvoySettings) -> boot.Bootstrap:
     )
 
 
+# --- topologies -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Face:
+    """A listener whose handled paths pass through ext_proc in ``role``, on to ``cluster``.
+
+    ``worker``: the cluster of the one P this listener stands for, to which ext_proc's own calls shall go as well.
+    """
+
+    name: str
+    address: str
+    role: str
+    cluster: str
+    worker: str = ""
+
+    @property
+    def is_edge(self) -> bool:
+        """Whether clients connect here, and not an orchestrator, whose word counts."""
+        return self.role == "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """What differs: who is faced, and which clusters there are besides ext_proc's and the P pool."""
+
+    faces: Sequence[Face]
+    clusters: Sequence[cluster.Cluster]
+
+
+def _gateway(settings: EnvoySettings) -> Topology:
+    face = Face("main", settings.listen, "gateway", DECODE_CLUSTER)
+    return Topology([face], [_decode_cluster(DECODE_CLUSTER, settings.decode, settings)])
+
+
+def _intercept(settings: EnvoySettings) -> Topology:
+    """Stand between an orchestrator and its workers: a listener per pool, or one per worker where it chooses itself."""
+    faces: list[Face] = []
+    clusters = []
+    for role, pool, listens, workers, build in (
+        ("prefill", PREFILL_CLUSTER, settings.intercept_prefill, settings.prefill, _prefill_cluster),
+        ("decode", DECODE_CLUSTER, settings.intercept_decode, settings.decode, _decode_cluster),
+    ):
+        if len(listens) == 1:
+            faces.append(Face(f"intercept_{role}", listens[0], role, pool))
+            if role == "decode":
+                clusters.append(build(pool, workers, settings))
+            continue
+        if len(listens) != len(workers):
+            raise ConfigError(
+                f"--intercept-{role} has {len(listens)} addresses for {len(workers)} workers:"
+                " give one for the whole pool, or one for each worker"
+            )
+        for number, (address, worker) in enumerate(zip(listens, workers, strict=True)):
+            name = f"{pool}_{number}"
+            faces.append(Face(f"intercept_{name}", address, role, name, name if role == "prefill" else ""))
+            clusters.append(build(name, [worker], settings))
+    return Topology(faces, clusters)
+
+
 # --- listeners ------------------------------------------------------------------------------------------------------
 
 
-def _main_listener(settings: EnvoySettings) -> listener.Listener:
-    """Face the clients: strip what steers, route, watch the handled paths, answer errors as OpenAI's SDKs expect."""
+def _watched_listener(face: Face, settings: EnvoySettings) -> listener.Listener:
+    """Strip what steers, route, watch the handled paths, answer errors as OpenAI's SDKs expect."""
     manager = hcm.HttpConnectionManager(
-        stat_prefix="main",
+        stat_prefix=face.name,
         # As an edge: the client's address is the connection's, and its x-request-id is replaced, so that nobody
-        # chooses the request ids a worker works with.
+        # chooses the request ids a worker works with. An orchestrator's are kept: P and D find each other by them.
         use_remote_address=True,
-        always_set_request_id_in_response=True,
+        always_set_request_id_in_response=face.is_edge,
+        preserve_external_request_id=not face.is_edge,
         normalize_path=True,
         merge_slashes=True,
         path_with_escaped_slashes_action=hcm.HttpConnectionManagerPathWithEscapedSlashesAction.REJECT_REQUEST,
         early_header_mutation_extensions=[
             core.TypedExtensionConfig(
                 name="envoy.http.early_header_mutation.header_mutation",
-                typed_config=Packed.pack(early.HeaderMutation(mutations=_drop_steering_headers())),
+                typed_config=Packed.pack(early.HeaderMutation(mutations=_drop_steering_headers(face))),
             )
         ],
         upgrade_configs=[hcm.HttpConnectionManagerUpgradeConfig(upgrade_type="websocket")],
-        access_log=[_access_log(settings, {"listener": "main", **LOG_FIELDS, **MAIN_LOG_FIELDS})],
+        access_log=[_access_log(settings, {"listener": face.name, **LOG_FIELDS, **MAIN_LOG_FIELDS})],
         local_reply_config=_errors(_verbatim()),
         route_config=route.RouteConfiguration(
-            name="main", virtual_hosts=[route.VirtualHost(name="main", domains=["*"], routes=_main_routes(settings))]
+            name=face.name,
+            virtual_hosts=[route.VirtualHost(name=face.name, domains=["*"], routes=_watched_routes(face, settings))],
         ),
-        http_filters=[
-            hcm.HttpFilter(name=EXT_PROC_FILTER, typed_config=Packed.pack(_ext_proc_filter())),
-            # Responses pass the chain backwards: what a worker sends under our prefix is gone before ext_proc adds
-            # the receipt.
-            hcm.HttpFilter(
-                name="kvloop.drop_internal_response_headers",
-                typed_config=Packed.pack(
-                    header_mutation.HeaderMutation(
-                        mutations=header_mutation.Mutations(response_mutations=[_drop_prefix(headers.INTERNAL_PREFIX)])
-                    )
-                ),
-            ),
-        ],
+        http_filters=[hcm.HttpFilter(name=EXT_PROC_FILTER, typed_config=Packed.pack(_ext_proc_filter()))],
     )
-    return _listener("main", settings.listen, _with_common_options(manager, settings))
+    return _listener(face.name, face.address, _with_common_options(manager, settings))
 
 
-def _prefill_listener(settings: EnvoySettings) -> listener.Listener:
-    """Balance ext_proc's own legs over the P pool, and say which worker answered."""
-    everything = route.Route(
-        name="prefill",
-        match=route.RouteMatch(prefix="/"),
-        route=route.RouteAction(cluster=PREFILL_CLUSTER, timeout=NO_LIMIT),
-        response_headers_to_add=[_set_header(headers.UPSTREAM, "%UPSTREAM_REMOTE_ADDRESS%")],
-    )
+def _prefill_listener(workers: Sequence[str], settings: EnvoySettings) -> listener.Listener:
+    """Balance ext_proc's own legs over the P pool, or send them where they must go, and say which worker answered."""
+    one_worker = [
+        _own_leg_route(
+            worker, [route.HeaderMatcher(name=headers.WORKER, string_match=matcher.StringMatcher(exact=worker))]
+        )
+        for worker in workers
+    ]
     manager = hcm.HttpConnectionManager(
         stat_prefix="prefill",
         access_log=[_access_log(settings, {"listener": "prefill", **LOG_FIELDS, **PREFILL_LOG_FIELDS})],
         local_reply_config=_errors(),
         route_config=route.RouteConfiguration(
-            name="prefill", virtual_hosts=[route.VirtualHost(name="prefill", domains=["*"], routes=[everything])]
+            name="prefill",
+            virtual_hosts=[
+                route.VirtualHost(name="prefill", domains=["*"], routes=[*one_worker, _own_leg_route(PREFILL_CLUSTER)])
+            ],
         ),
     )
     built = _listener("prefill", settings.prefill_listen, _with_common_options(manager, settings))
     # Clients that fill the connection limit must not keep running turns from their prefill leg.
     built.ignore_global_conn_limit = True
     return built
+
+
+def _own_leg_route(name: str, match: Sequence[route.HeaderMatcher] = ()) -> route.Route:
+    return route.Route(
+        name=name,
+        match=route.RouteMatch(prefix="/", headers=list(match)),
+        route=route.RouteAction(cluster=name, timeout=NO_LIMIT),
+        response_headers_to_add=[_set_header(headers.UPSTREAM, "%UPSTREAM_REMOTE_ADDRESS%")],
+    )
 
 
 def _listener(name: str, address: str, manager: hcm.HttpConnectionManager) -> listener.Listener:
@@ -250,8 +320,9 @@ def _tracing(settings: EnvoySettings) -> hcm.HttpConnectionManagerTracing | None
     )
 
 
-def _drop_steering_headers() -> list[mutation.HeaderMutation]:
-    exact = [mutation.HeaderMutation(remove=name) for name in STEERING_HEADERS]
+def _drop_steering_headers(face: Face) -> list[mutation.HeaderMutation]:
+    # To choose a worker and its rank is an orchestrator's trade.
+    exact = [mutation.HeaderMutation(remove=name) for name in STEERING_HEADERS if face.is_edge]
     return [
         _drop_regex(_below_but(headers.INTERNAL_PREFIX, headers.END)),
         *map(_drop_prefix, STEERING_PREFIXES),
@@ -290,10 +361,10 @@ def _set_header(name: str, value: str) -> core.HeaderValueOption:
 # --- routes ---------------------------------------------------------------------------------------------------------
 
 
-def _main_routes(settings: EnvoySettings) -> list[route.Route]:
+def _watched_routes(face: Face, settings: EnvoySettings) -> list[route.Route]:
     """List the handled paths, then those that would sneak past them, then everything else untouched."""
     return [
-        *(_handled_route(handled.path) for handled in ENDPOINTS),
+        *(_handled_route(handled.path, face) for handled in ENDPOINTS),
         *(_refused_route(route.RouteMatch(path=path)) for path in settings.refused_paths),
         # Envoy's normalisation has decoded every letter and digit by now and refused encoded slashes. What is left is a
         # newline: Starlette's patterns end in `$`, which matches in front of one, so a worker would take
@@ -302,7 +373,7 @@ def _main_routes(settings: EnvoySettings) -> list[route.Route]:
         route.Route(
             name="untouched",
             match=route.RouteMatch(prefix="/"),
-            route=route.RouteAction(cluster=DECODE_CLUSTER, timeout=NO_LIMIT),
+            route=route.RouteAction(cluster=face.cluster, timeout=NO_LIMIT),
             typed_per_filter_config={EXT_PROC_FILTER: Packed.pack(ext_proc.ExtProcPerRoute(disabled=True))},
         ),
     ]
@@ -319,7 +390,7 @@ def _refused_route(match: route.RouteMatch) -> route.Route:
     )
 
 
-def _handled_route(path: str) -> route.Route:
+def _handled_route(path: str, face: Face) -> route.Route:
     """Watch a path in full duplex on the way in, chunk by chunk on the way out.
 
     Full duplex stands here and not in the filter: there it would make Envoy ignore the mode overrides by which ext_proc
@@ -328,6 +399,10 @@ def _handled_route(path: str) -> route.Route:
     send, skip = ext_proc.ProcessingModeHeaderSendMode.SEND, ext_proc.ProcessingModeHeaderSendMode.SKIP
     watched = ext_proc.ExtProcPerRoute(
         overrides=ext_proc.ExtProcOverrides(
+            grpc_initial_metadata=[
+                core.HeaderValue(key=headers.ROLE, value=face.role),
+                *([core.HeaderValue(key=headers.WORKER, value=face.worker)] if face.worker else ()),
+            ],
             processing_mode=ext_proc.ProcessingMode(
                 request_header_mode=send,
                 request_body_mode=ext_proc.ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED,
@@ -335,14 +410,14 @@ def _handled_route(path: str) -> route.Route:
                 response_header_mode=send,
                 response_body_mode=ext_proc.ProcessingModeBodySendMode.STREAMED,
                 response_trailer_mode=skip,
-            )
+            ),
         )
     )
     return route.Route(
         name=path,
         match=route.RouteMatch(path=path),
         route=route.RouteAction(
-            cluster=DECODE_CLUSTER,
+            cluster=face.cluster,
             timeout=NO_LIMIT,
             hash_policy=[
                 route.RouteActionHashPolicy(
@@ -364,7 +439,6 @@ def _ext_proc_filter() -> ext_proc.ExternalProcessor:
         stat_prefix="kvloop",
         grpc_service=core.GrpcService(
             envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=EXT_PROC_CLUSTER),
-            initial_metadata=[core.HeaderValue(key=headers.ROLE, value="gateway")],
             # A retry replays the request to another replica, if it fits Envoy's 64 KiB replay buffer. That cannot use a
             # handle twice: the replica that died took it out of the store, the next one finds none and goes cold.
             retry_policy=core.RetryPolicy(
@@ -442,8 +516,8 @@ def _http2_options() -> dict[str, Packed]:
     return _http_options(upstream_http.HttpProtocolOptions(explicit_http_config=only))
 
 
-def _prefill_cluster(settings: EnvoySettings) -> cluster.Cluster:
-    built = _worker_cluster(PREFILL_CLUSTER, settings.prefill, settings)
+def _prefill_cluster(name: str, addresses: Sequence[str], settings: EnvoySettings) -> cluster.Cluster:
+    built = _worker_cluster(name, addresses, settings)
     built.load_balancing_policy = _least_request()
     return built
 
@@ -465,8 +539,8 @@ def _least_request() -> cluster.LoadBalancingPolicy:
     )
 
 
-def _decode_cluster(settings: EnvoySettings) -> cluster.Cluster:
-    built = _worker_cluster(DECODE_CLUSTER, settings.decode, settings)
+def _decode_cluster(name: str, addresses: Sequence[str], settings: EnvoySettings) -> cluster.Cluster:
+    built = _worker_cluster(name, addresses, settings)
     built.lb_policy = cluster.ClusterLbPolicy.MAGLEV
     built.common_lb_config = _common_lb_config(
         cluster.ClusterCommonLbConfigConsistentHashingLbConfig(
@@ -502,9 +576,27 @@ def _worker_cluster(name: str, addresses: Sequence[str], settings: EnvoySettings
             explicit_http_config=upstream_http.HttpProtocolOptionsExplicitHttpConfig(
                 http_protocol_options=core.Http1ProtocolOptions()
             ),
+            http_filters=_upstream_filters(),
         )
     )
     return built
+
+
+def _upstream_filters() -> list[hcm.HttpFilter]:
+    """Drop what a worker sends under our prefix.
+
+    Not among the listener's filters: those would also drop the receipt of what ext_proc answers by itself.
+    """
+    drop = header_mutation.Mutations(response_mutations=[_drop_prefix(headers.INTERNAL_PREFIX)])
+    return [
+        hcm.HttpFilter(
+            name="kvloop.drop_internal_response_headers",
+            typed_config=Packed.pack(header_mutation.HeaderMutation(mutations=drop)),
+        ),
+        hcm.HttpFilter(
+            name="envoy.filters.http.upstream_codec", typed_config=Packed.pack(upstream_codec.UpstreamCodec())
+        ),
+    ]
 
 
 def _outlier_detection() -> cluster.OutlierDetection:

@@ -103,8 +103,8 @@ class ForwardRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
-    """Answer the client ourselves, with this status and body, verbatim."""
+class Reply:
+    """Answer the request ourselves, with this status and body, verbatim."""
 
     status: int
     body: bytes
@@ -135,7 +135,7 @@ class ForwardTrailers:
     """Let response trailers go."""
 
 
-Answer = ForwardRequest | Refuse | ForwardResponseHeaders | ForwardChunk | ForwardTrailers
+Answer = ForwardRequest | Reply | ForwardResponseHeaders | ForwardChunk | ForwardTrailers
 
 
 # --- asked of the shell ---------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from extproc.events import LegResult
-    from extproc.exchange import Exchange
+    from extproc.http_exchange import HttpExchange
     from extproc.identity import ConversationKey
     from extproc.receipt import Receipt
     from extproc.settings import GatewaySettings
@@ -133,7 +133,7 @@ class Gateway:
         """Find out a block size in the background."""
         self._run_errand(self._learn_block_size(wanted))
 
-    def finished(self, exchange: Exchange, *, trace_id: str | None = None) -> None:
+    def finished(self, exchange: HttpExchange, *, trace_id: str | None = None) -> None:
         """Count an exchange out, and say what somebody should know of it."""
         receipt = exchange.receipt
         self.recent.append((time.monotonic(), receipt))

@@ -30,6 +30,7 @@ class Status:
     """gRPC's status codes, as far as they are sent."""
 
     OK: Final = 0
+    INVALID_ARGUMENT: Final = 3
     UNIMPLEMENTED: Final = 12
     INTERNAL: Final = 13
 
@@ -177,8 +178,9 @@ class _GrpcProtocol(asyncio.Protocol):
 
     def _open(self, stream: http2.Stream, headers: http2.Headers) -> http2.StreamEvents:
         path = next((value for name, value in headers if name == b":path"), b"")
-        serve = self._server.services.get(path, _Unimplemented)
-        return serve(Responder(self, stream, headers))
+        responder = Responder(self, stream, headers)
+        serve = self._server.services.get(path)
+        return Refused(responder, Status.UNIMPLEMENTED, "no such method") if serve is None else serve(responder)
 
 
 def _find_vanished_peers(connection: socket.socket) -> None:
@@ -212,10 +214,12 @@ class _Unary:
         pass
 
 
-class _Unimplemented(_Unary):
-    def __init__(self, responder: Responder) -> None:
+class Refused(_Unary):
+    """A stream that ends with an error as soon as it is there."""
+
+    def __init__(self, responder: Responder, status: int, text: str) -> None:
         super().__init__(responder)
-        asyncio.get_running_loop().call_soon(responder.finish, Status.UNIMPLEMENTED, "no such method")
+        asyncio.get_running_loop().call_soon(responder.finish, status, text)
 
 
 class _Health(_Unary):

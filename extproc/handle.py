@@ -37,6 +37,9 @@ are read or their time is over: its worker was not told of the request at its st
 """
 
 
+REFERENCE_KEYS: Final = ("remote_engine_id", "remote_request_id", "remote_block_ids", "remote_host", "remote_port")
+
+
 class HandleRefused(Exception):
     """These transfer parameters are not a handle kvloop may keep. ``reason`` is a word for counters."""
 
@@ -167,6 +170,41 @@ def cached_tokens(prefill_params: dict[str, Any]) -> int | None:
     """How many prompt tokens P says it did not compute itself; None when it does not say."""
     value = prefill_params.get(_CACHED_TOKENS_KEY)
     return value if type(value) is int else None
+
+
+def is_for_prefill(params: object) -> bool:
+    """Tell whether transfer parameters are a prefill leg's, or a handle for one, and not those of another protocol."""
+    return isinstance(params, dict) and params.get("do_remote_decode") is True
+
+
+def names_remote_kv(params: dict[str, Any]) -> bool:
+    """Tell whether a prefill leg's transfer parameters point at somebody's KV; orchestrators spell "no" as null."""
+    return any(params.get(key) is not None for key in REFERENCE_KEYS)
+
+
+def origin(params: dict[str, Any]) -> tuple[str, str] | None:
+    """Return the engine and request ids that together name one handle; None if either is missing."""
+    match params:
+        case {"remote_engine_id": str(engine_id), "remote_request_id": str(request_id)} if engine_id and request_id:
+            return engine_id, request_id
+        case _:
+            return None
+
+
+def without_digest(params: bytes) -> bytes:
+    """Return D's transfer parameters as a D without our plugin would publish them."""
+    return _edited(params, drop={DIGEST_KEY})
+
+
+def remote_host(params: dict[str, Any]) -> str:
+    """Return the host whose KV these parameters point at; empty when they do not say."""
+    host = params.get("remote_host")
+    return host if isinstance(host, str) else ""
+
+
+def with_remote_host(params: bytes, host: str) -> bytes:
+    """Return transfer parameters that point at another host."""
+    return _edited(params, put={"remote_host": orjson.dumps(host)})
 
 
 def is_for_decode(prefill_params: object) -> bool:

@@ -24,7 +24,11 @@ INTERNAL_PREFIX: Final = "x-kvloop-"
 """Whatever a client sends under this prefix, ``END`` excepted, is dropped before ext_proc runs."""
 
 ROLE: Final = "x-kvloop-role"
-"""gRPC initial metadata, set per Envoy filter or route: which role ext_proc plays. ``gateway`` is the only one today."""
+"""gRPC initial metadata, set per Envoy filter or route: ``gateway``, ``prefill`` or ``decode``, the role ext_proc plays."""
+
+WORKER: Final = "x-kvloop-worker"
+"""Cluster of the one worker a listener stands for. Set by Envoy in the gRPC initial metadata of that listener's streams;
+ext_proc repeats it as a header of its own calls, by which Envoy's prefill listener sends them to that worker."""
 
 METADATA_NAMESPACE: Final = "kvloop"
 """Namespace of the dynamic metadata ext_proc hands back to Envoy, read by the access log and local replies."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from extproc import headers as names
 from extproc import legs
+from extproc.endpoints import find_endpoint
 from extproc.errors import ClientError, EnvoyProtocolError
 from extproc.events import (
     Call,
@@ -27,14 +28,15 @@ from extproc.events import (
     Ended,
     Event,
     ForwardChunk,
+    ForwardRequest,
     ForwardResponseHeaders,
     ForwardTrailers,
     Headers,
     Leg,
     LegResult,
     Receive,
-    Refuse,
     Release,
+    Reply,
     RequestBody,
     RequestHeaders,
     RequestTrailers,
@@ -50,6 +52,7 @@ from extproc.receipt import Outcome, Reason, Receipt
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from extproc.endpoints import Endpoint
     from extproc.pool import PoolKnowledge
     from extproc.request import ApiRequest
     from extproc.settings import GatewaySettings
@@ -80,16 +83,27 @@ class AnsweredEarly(Exception):
         self.response = response
 
 
+@dataclass(frozen=True, slots=True)
+class ReceivedRequest:
+    """A whole request to one of the handled endpoints."""
+
+    endpoint: Endpoint
+    body: bytes
+    had_trailers: bool
+
+
 @dataclass(slots=True)
 class HttpExchange(ABC):
     """One HTTP exchange. ``receipt`` is readable at any time; ``run`` may be called once.
 
     What came is readable as soon as it is here: the request's ``headers`` and when they ``arrived_at``, the ``request``,
-    the HTTP ``status`` of its answer and the ``upstream`` (``ip:port``) that gave it.
+    the HTTP ``status`` of its answer and the ``upstream`` (``ip:port``) that gave it. ``worker``: the one P our calls shall
+    go to, as Envoy's listener named it; empty means any.
     """
 
     settings: GatewaySettings
     pool: PoolKnowledge
+    worker: str = ""
     receipt: Receipt = field(default_factory=Receipt)
     headers: Headers = ()
     arrived_at: float = 0.0
@@ -129,6 +143,35 @@ class HttpExchange(ABC):
         if isinstance(event, Ended):
             raise StreamEnded
         return event
+
+    def _receive_request(self) -> Generator[Effect, Any, ReceivedRequest | None]:
+        """Return the request; None if it was none of ours, and has been passed on with its response."""
+        opening = yield from self._receive()
+        if not isinstance(opening, RequestHeaders):
+            # A filter before ours answered by itself; the stream starts with its response.
+            yield from self._pass_response(opening)
+            return None
+        self.headers, self.arrived_at = opening.headers, opening.at
+        self._ends = (header(opening.headers, names.END) or "").strip().lower() == "true"
+        endpoint = find_endpoint(header(opening.headers, ":method") or "", header(opening.headers, ":path") or "")
+        try:
+            body, had_trailers = yield from self._collect(opening)
+        except AnsweredEarly as early:
+            # Envoy gave up on the upload (a time limit, say) and answers by itself.
+            yield from self._pass_response(early.response)
+            return None
+        if endpoint is None or body is None:
+            yield from self._pass_on(ForwardRequest(body, had_trailers=had_trailers))
+            return None
+        encoding = header(self.headers, "content-encoding")
+        if not is_plain(encoding):
+            raise ClientError(415, f"Content-Encoding {encoding} is not supported.", code="unsupported_encoding")
+        return ReceivedRequest(endpoint, body, had_trailers)
+
+    def _pass_on(self, forwarded: ForwardRequest) -> Generator[Effect, Any, None]:
+        """Let a request go whose response is none of our business."""
+        yield forwarded
+        yield from self._pass_response((yield from self._receive_response()))
 
     def _collect(self, opening: RequestHeaders) -> Generator[Effect, Any, tuple[bytes | None, bool]]:
         """Return the whole body (None if there is none) and whether trailers ended it."""
@@ -171,6 +214,7 @@ class HttpExchange(ABC):
             settings.conversation_fields,
             settings.tenant_header,
             settings.conversation_id_max_bytes,
+            settings.conversation_patterns,
         )
         try:
             self._key = find_conversation(self.headers, request.fields, rules)
@@ -214,10 +258,16 @@ class HttpExchange(ABC):
             # Each attempt is a request of its own to vLLM, which tells requests apart by this id.
             ("x-request-id", "-".join(filter(None, (request_id, leg, attempt)))),
             (names.LEG, leg),
+            *(((names.WORKER, self.worker),) if self.worker else ()),
         )
         result: LegResult = yield Call(leg, path, forwarded + own, body, timeout_seconds)
         self._now = result.at
         return result
+
+    def _secret_headers(self) -> Headers:
+        """Return what makes a worker's guard accept transfer parameters."""
+        secret = self.settings.worker_secret
+        return () if secret is None else ((names.SECRET, secret.get_secret_value()),)
 
     def _release_unsent(self, reason: str) -> Generator[Effect, Any, None]:
         turn, self._unsent = self._unsent, None
@@ -235,10 +285,10 @@ class HttpExchange(ABC):
     def _conclude(self, outcome: Outcome, reason: Reason | None) -> None:
         self.receipt.outcome, self.receipt.reason = outcome, reason
 
-    def _refusal(self, status: int, body: bytes, content_type: str) -> Refuse:
+    def _refusal(self, status: int, body: bytes, content_type: str) -> Reply:
         self.status = status
         headers = (("content-type", content_type), (names.RECEIPT, self.receipt.header_value()))
-        return Refuse(status, body, headers, self.receipt.metadata())
+        return Reply(status, body, headers, self.receipt.metadata())
 
     # --- the response -----------------------------------------------------------------------------------------------
 

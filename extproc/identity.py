@@ -6,17 +6,20 @@ turn, never a wrong answer. Ids are hashed at once: neither stores nor logs ever
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
 from extproc.events import Headers, header
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 _KEY_BYTES: Final = 16
 _TENANT_BYTES: Final = 8
+_SEARCHED_CHARACTERS: Final = 1024
+"""Of a header with a pattern no more is looked at, so that none can keep a slow pattern busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class IdentityRules:
     fields: Sequence[str]
     tenant_header: str
     id_max_bytes: int
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    """Header name to regular expression: what its group ``conversation`` matches is the id."""
 
 
 def find_conversation(headers: Headers, fields: dict[str, Any], rules: IdentityRules) -> ConversationKey | None:
@@ -73,7 +78,16 @@ def tenant_hash(headers: Headers, tenant_header: str) -> str:
 
 def conversation_key(tenant: str, model: str, cache_salt: str, conversation_id: str) -> ConversationKey:
     """Hash what tells conversations apart; ``tenant`` is the whole value of the tenant header."""
-    parts = (tenant.encode(), model.encode(), cache_salt.encode(), conversation_id.encode())
+    return _key((tenant, model, cache_salt, conversation_id))
+
+
+def handle_key(engine_id: str, request_id: str) -> ConversationKey:
+    """Return the key of a handle itself, for orchestrators that carry handles from turn to turn on their own."""
+    return _key(("handle", engine_id, request_id))
+
+
+def _key(texts: Iterable[str]) -> ConversationKey:
+    parts = [text.encode() for text in texts]
     digest = blake2b(digest_size=_KEY_BYTES)
     for part in parts:
         # The length keeps ("ab", "c") apart from ("a", "bc").
@@ -89,6 +103,10 @@ def _conversation_id(headers: Headers, fields: dict[str, Any], rules: IdentityRu
             raise InvalidConversationId(f"{name} was sent twice")
         if values:
             return _checked(values.pop(), rules)
+    for name, pattern in rules.patterns.items():
+        match = re.search(pattern, (header(headers, name.lower()) or "")[:_SEARCHED_CHARACTERS])
+        if match is not None and match["conversation"]:
+            return _checked(match["conversation"], rules)
     for name in rules.fields:
         value = fields.get(name)
         if value is None or value == "":

@@ -114,6 +114,26 @@ def prefill_body(request: ApiRequest, params: bytes, prompt_ids: bytes | None) -
     return _leg_body(request, params, prompt_ids, drop, add)
 
 
+def rewritten_prefill_body(
+    request: ApiRequest, params: bytes, prompt_ids: bytes | None = None, *, cache_salt: str | None = None
+) -> bytes:
+    """Body of an orchestrator's prefill leg with other transfer parameters, and a question for the prompt's ids.
+
+    Its own fields stay: it may have a use for what they make P answer.
+    """
+    drop = {*FORBIDDEN_FIELDS, "return_token_ids"}
+    add = {"return_token_ids": b"true"}
+    if cache_salt is not None:
+        drop.add("cache_salt")
+        add["cache_salt"] = orjson.dumps(cache_salt)
+    return _leg_body(request, params, prompt_ids, drop, add)
+
+
+def rewritten_body(request: ApiRequest, params: bytes) -> bytes:
+    """Body of an orchestrator's leg with other transfer parameters, and nothing else changed."""
+    return _leg_body(request, params, None, set(FORBIDDEN_FIELDS), {})
+
+
 def decode_body(request: ApiRequest, params: bytes | None, prompt_ids: bytes | None, *, ask_token_ids: bool) -> bytes:
     """Body of the decode leg: the client's request plus transfer parameters (None: a plain request)."""
     if params is None:

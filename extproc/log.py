@@ -13,7 +13,7 @@ from extproc.log_sink import SINK
 
 if TYPE_CHECKING:
     from extproc.events import Headers
-    from extproc.exchange import Exchange
+    from extproc.http_exchange import HttpExchange
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*", re.ASCII)
 
@@ -51,7 +51,7 @@ def trace_id(headers: Headers) -> str | None:
     return None if found is None else found[1]
 
 
-def turn_facts(exchange: Exchange, traced_as: str | None) -> dict[str, Any]:
+def turn_facts(exchange: HttpExchange, traced_as: str | None) -> dict[str, Any]:
     """Return what is logged of a turn: ids to join it by, what was done for it, how long it took. Absent: not so."""
     receipt = exchange.receipt
     facts = {

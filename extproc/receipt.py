@@ -22,6 +22,8 @@ class Outcome(StrEnum):
     """The client got an error from us, or P's own error passed on."""
     PASSED = "passed"
     """Not ours: forwarded as it came."""
+    WATCHED = "watched"
+    """Role decode: somebody else's decode leg, of which only the handle was of interest."""
 
 
 class Reason(StrEnum):
@@ -59,6 +61,10 @@ class Reason(StrEnum):
     PROMPT_IDS_DIFFER = "prompt_ids_differ"
     """P prefilled other tokens than it was given; reuse is off until restart."""
     CLIENT_ERROR = "client_error"
+    STREAMED_PREFILL = "streamed_prefill"
+    """Role prefill: the orchestrator wants P's answer streamed, so there can be no second try behind its back."""
+    NOT_PREFILL = "not_prefill"
+    """Role prefill: nothing says that this request is a prefill leg."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ from extproc import splice
 from extproc.endpoints import Dialect, Endpoint
 from extproc.errors import ClientError
 
-FORBIDDEN_FIELDS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
+TRANSFER_FIELD: Final = "kv_transfer_params"
+FORBIDDEN_FIELDS: Final = frozenset({TRANSFER_FIELD, "ec_transfer_params"})
 MAX_MEMBERS: Final = 10_000
 """Each costs 250 bytes and a microsecond or two on every leg, in front of
 everybody else; OpenAI's and vLLM's request models have about a hundred."""
@@ -31,6 +32,8 @@ class ApiRequest:
     raw: bytes
     fields: dict[str, Any]
     forbidden_fields_removed: int
+    transfer_params: bytes | None = None
+    """The ``kv_transfer_params`` that were among them (JSON text), if they were an object."""
 
     @property
     def model(self) -> str:
@@ -103,7 +106,9 @@ def _without_forbidden_fields(endpoint: Endpoint, body: bytes, fields: dict[str,
     removed += count
     if not removed:
         return ApiRequest(endpoint, body, fields, 0)
-    return ApiRequest(endpoint, cleared, orjson.loads(cleared), removed)
+    is_given = isinstance(fields.get(TRANSFER_FIELD), dict)
+    params = splice.raw_value(body, TRANSFER_FIELD) if is_given else None
+    return ApiRequest(endpoint, cleared, orjson.loads(cleared), removed, params)
 
 
 def _cleared(text: bytes, start: int) -> tuple[bytes, int]:

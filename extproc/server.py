@@ -17,7 +17,7 @@ from extproc.gateway import RELEASE_TIMEOUT_SECONDS, Gateway
 from extproc.grpc_server import GrpcServer
 from extproc.log import configure_logging
 from extproc.settings import GatewaySettings, unknown_variables
-from extproc.stream import PROCESS_PATH, ProcessStream
+from extproc.stream import PROCESS_PATH, serve_process
 from extproc.tracing import start_tracing
 from extproc.workers_client import WorkersClient
 
@@ -69,7 +69,7 @@ async def serve(settings: GatewaySettings) -> None:
 async def _start_grpc(gateway: Gateway, settings: GatewaySettings) -> GrpcServer:
     # Envoy sends body pieces of up to its connection buffer.
     server = GrpcServer(
-        {PROCESS_PATH: lambda responder: ProcessStream(gateway, responder)},
+        {PROCESS_PATH: lambda responder: serve_process(gateway, responder)},
         max_message_bytes=settings.request_max_bytes + settings.response_max_bytes,
     )
     host, _, port = settings.listen.rpartition(":")

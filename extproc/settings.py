@@ -40,6 +40,19 @@ Address = Annotated[
 ]
 """``host:port``; an IPv6 host stands in brackets."""
 
+
+def _with_a_conversation(pattern: str) -> str:
+    try:
+        groups = re.compile(pattern).groupindex
+    except re.error as error:
+        raise ValueError(f"must be a regular expression: {error}") from None
+    if "conversation" not in groups:
+        raise ValueError("must have a group (?P<conversation>...)")
+    return pattern
+
+
+ConversationPattern = Annotated[str, AfterValidator(_with_a_conversation)]
+
 Url = Annotated[str, _spelled_like(r"https?://[^/?#\s]+", "a URL without a path, like http://127.0.0.1:10001")]
 RefusedPath = Annotated[str, _spelled_like(r"/[A-Za-z0-9._~/-]*", "a path that starts with a slash, like /invocations")]
 
@@ -81,6 +94,12 @@ class GatewaySettings(BaseSettings):
         ("x-conversation-id", "x-session-id"),
         description="Request headers that may carry the conversation id, first present wins.",
     )
+    conversation_patterns: dict[str, ConversationPattern] = Field(
+        {},
+        description="For callers that put the conversation id inside another header: header name to regular expression,"
+        ' whose group `conversation` is the id, like `{"x-request-id": "^(?P<conversation>.+)--"}`. Looked at when none of'
+        " the headers above is there.",
+    )
     conversation_fields: tuple[str, ...] = Field(
         ("conversation_id", "session_id", "prompt_cache_key"),
         description="Top-level body fields looked at when no header carries one, first present wins.",
@@ -120,6 +139,18 @@ class GatewaySettings(BaseSettings):
     )
     single_host: bool = Field(
         default=False, description="Accept loopback addresses in handles. Only right when P and D share one machine."
+    )
+
+    # --- under somebody else's P/D orchestrator (roles prefill and decode) -----------------------------------
+    handle_owner: Literal["kvloop", "orchestrator"] = Field(
+        "kvloop",
+        description="Who carries handles from turn to turn. `orchestrator`: it keeps D's handles itself and attaches them"
+        " to its prefill legs; kvloop then lets them pass once they are proven, and needs no conversation id.",
+    )
+    prefill_header: str | None = Field(
+        None,
+        description="A request header whose presence marks prefill legs, for orchestrators that send them without"
+        " `do_remote_decode`.",
     )
 
     # --- memory -------------------------------------------------------------------------------------------------
@@ -208,7 +239,20 @@ class EnvoySettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="KVLOOP_ENVOY_", frozen=True, extra="ignore")
 
-    listen: Address = Field("127.0.0.1:10000", description="Where clients connect.")
+    topology: Literal["gateway", "intercept"] = Field(
+        "gateway",
+        description="`gateway`: clients connect to Envoy, kvloop takes requests to P and D. `intercept`: a P/D orchestrator"
+        " of yours does, and reaches its workers through Envoy, where kvloop adds the way back (docs/intercept.md).",
+    )
+    listen: Address = Field("127.0.0.1:10000", description="Where clients connect (gateway topology).")
+    intercept_prefill: tuple[Address, ...] = Field(
+        ("127.0.0.1:10002",),
+        min_length=1,
+        description="Where the orchestrator finds P: one address for the whole pool, or one per worker, in their order.",
+    )
+    intercept_decode: tuple[Address, ...] = Field(
+        ("127.0.0.1:10003",), min_length=1, description="Where the orchestrator finds D, in the same way."
+    )
     prefill_listen: Address = Field("127.0.0.1:10001", description="Where ext_proc sends its legs. Keep it private.")
     admin_listen: Address = Field("127.0.0.1:9901", description="Envoy's admin interface. Keep it private.")
     extproc: tuple[Address, ...] = Field(("127.0.0.1:50051",), min_length=1, description="ext_proc replicas.")

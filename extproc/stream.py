@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from extproc import headers as names
 from extproc import wire
 from extproc.errors import EnvoyProtocolError
 from extproc.events import Call, Effect, ForwardRequest, Keep, LearnBlockSize, Receive, Release, Restore, Take, header
 from extproc.exchange import Exchange
-from extproc.grpc_server import Responder, Status
-from extproc.http_exchange import StreamEnded
+from extproc.grpc_server import Refused, Responder, Status
+from extproc.http_exchange import HttpExchange, StreamEnded
+from extproc.intercept_decode import DecodeExchange
+from extproc.intercept_prefill import PrefillExchange
 from extproc.sse import EventTooLarge
 from extproc.tracing import TurnTrace
 from extproc.turn import ResponseTooLarge
@@ -29,10 +32,28 @@ if TYPE_CHECKING:
 
     from extproc.events import Event
     from extproc.gateway import Gateway
+    from extproc.http2 import StreamEvents
 
 PROCESS_PATH: Final = b"/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 
+ROLES: Final[dict[str, type[HttpExchange]]] = {
+    "": Exchange,
+    "gateway": Exchange,
+    "prefill": PrefillExchange,
+    "decode": DecodeExchange,
+}
+"""What an exchange does, by the role Envoy names in the stream's initial metadata."""
+
 log = structlog.get_logger()
+
+
+def serve_process(gateway: Gateway, responder: Responder) -> StreamEvents:
+    """Serve a stream in the role it asks for, or end it if there is no such role."""
+    role = responder.metadata(names.ROLE)
+    if role in ROLES:
+        return ProcessStream(gateway, responder)
+    log.error("unknown_role", role=role, fix=f"{names.ROLE} in Envoy's configuration must be one of {list(ROLES)[1:]}")
+    return Refused(responder, Status.INVALID_ARGUMENT, "no such role")
 
 
 class ProcessStream:
@@ -41,7 +62,8 @@ class ProcessStream:
     def __init__(self, gateway: Gateway, responder: Responder) -> None:
         self._gateway = gateway
         self._responder = responder
-        self._exchange = Exchange(gateway.settings, gateway.pool)
+        role = ROLES[responder.metadata(names.ROLE)]
+        self._exchange = role(gateway.settings, gateway.pool, responder.metadata(names.WORKER))
         self._run: Generator[Effect, Any, None] | None = self._exchange.run()
         self._waiting: deque[bytes] = deque()
         self._is_ended = False

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from extproc.events import Call, Headers, LegResult
-    from extproc.exchange import Exchange
+    from extproc.http_exchange import HttpExchange
 
 _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _EXPORTERS: Final = ("otlp", "console", "none")
@@ -140,7 +140,7 @@ class Tracing:
 class TurnTrace:
     """The spans of one turn."""
 
-    def __init__(self, tracing: Tracing, exchange: Exchange, metadata: Callable[[str], str]) -> None:
+    def __init__(self, tracing: Tracing, exchange: HttpExchange, metadata: Callable[[str], str]) -> None:
         self._tracing = tracing
         self._exchange = exchange
         self._decode: Span | None = None
@@ -210,7 +210,7 @@ class TurnTrace:
             span.set_status(self._tracing.api.StatusCode.ERROR)
 
 
-def _asked(exchange: Exchange) -> dict[str, Any]:
+def _asked(exchange: HttpExchange) -> dict[str, Any]:
     """Return what is known when a turn begins, by the names of OpenTelemetry's GenAI conventions."""
     attributes: dict[str, Any] = {"kvloop.request_id": header(exchange.headers, "x-request-id") or ""}
     request = exchange.request
@@ -230,7 +230,7 @@ def _asked(exchange: Exchange) -> dict[str, Any]:
     return attributes
 
 
-def _became(exchange: Exchange) -> dict[str, Any]:
+def _became(exchange: HttpExchange) -> dict[str, Any]:
     """Return what is known when it has ended; None stands for what does not apply."""
     receipt = exchange.receipt
     return {

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import orjson
 
 from extproc import splice
 from extproc.sse import EventSplitter, event_data, replace_data
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _TRANSFER_KEY: Final = "kv_transfer_params"
 _PROMPT_IDS_KEY: Final = "prompt_token_ids"
@@ -38,6 +41,10 @@ class ResponseTooLarge(Exception):
     """A response kvloop must hold to strip it outgrew the configured bound."""
 
 
+def hide(_: bytes) -> None:
+    """Show a client no transfer parameters."""
+
+
 @dataclass(frozen=True, slots=True)
 class Watch:
     """What to read off one response. ``hide_token_ids`` is set when kvloop asked for the ids and the client did not."""
@@ -46,6 +53,8 @@ class Watch:
     hide_token_ids: bool
     event_max_bytes: int
     response_max_bytes: int
+    show_params: Callable[[bytes], bytes | None] = hide
+    """Given transfer parameters (JSON text), what the reader gets in their place; None: as if there were none."""
 
 
 @dataclass(slots=True)
@@ -196,10 +205,9 @@ def _take_out(text: bytes, watch: Watch, learned: Learned, *, keep_null: bool) -
     if not isinstance(message, dict):
         return text
     _learn(message, text, learned)
-    hides_ids = watch.hide_token_ids
-    if hides_ids and _exists_only_for_its_ids(message):
+    if watch.hide_token_ids and _exists_only_for_its_ids(message):
         return None
-    return _hide(text, message, hides_ids=hides_ids, keep_null=keep_null)
+    return _hide(text, message, watch, keep_null=keep_null)
 
 
 def _learn(message: dict[str, Any], text: bytes, learned: Learned) -> None:
@@ -234,18 +242,19 @@ def _exists_only_for_its_ids(message: dict[str, Any]) -> bool:
     )
 
 
-def _hide(text: bytes, message: dict[str, Any], *, hides_ids: bool, keep_null: bool) -> bytes:
+def _hide(text: bytes, message: dict[str, Any], watch: Watch, *, keep_null: bool) -> bytes:
     put: dict[str, bytes] = {}
     drop: set[str] = set()
     if message.get(_TRANSFER_KEY) is not None:
-        if keep_null:
-            put[_TRANSFER_KEY] = b"null"
+        shown = watch.show_params(splice.raw_value(text, _TRANSFER_KEY))
+        if shown is not None or keep_null:
+            put[_TRANSFER_KEY] = shown or b"null"
         else:
             drop.add(_TRANSFER_KEY)
     start = splice.object_start(text)
     assert start is not None  # noqa: S101 - the text parsed to a dict
     found = splice.members(text, start)
-    if hides_ids:
+    if watch.hide_token_ids:
         if message.get(_PROMPT_IDS_KEY) is not None:
             put[_PROMPT_IDS_KEY] = b"null"
         if any(_shows_ids(choice) for choice in _choices(message)):

@@ -25,7 +25,7 @@ from extproc.events import (
     ForwardResponseHeaders,
     ForwardTrailers,
     Headers,
-    Refuse,
+    Reply,
     RequestBody,
     RequestHeaders,
     RequestTrailers,
@@ -92,7 +92,7 @@ def write(answer: Answer) -> Iterator[bytes]:
             yield from _request(answer)
         case ForwardResponseHeaders():
             yield _response_headers(answer).SerializeToString()
-        case Refuse():
+        case Reply():
             yield _immediate(answer).SerializeToString()
         case ForwardTrailers():
             yield _UNCHANGED_RESPONSE_TRAILERS
@@ -138,7 +138,7 @@ def _chunk(answer: ForwardChunk) -> ProcessingResponse:
     return response
 
 
-def _immediate(answer: Refuse) -> ProcessingResponse:
+def _immediate(answer: Reply) -> ProcessingResponse:
     response = ProcessingResponse()
     immediate = response.immediate_response
     immediate.status.code = answer.status

@@ -29,8 +29,8 @@ from extproc.events import (
     Leg,
     LegResult,
     Receive,
-    Refuse,
     Release,
+    Reply,
     RequestBody,
     RequestHeaders,
     ResponseBody,
@@ -207,7 +207,7 @@ class Replica:
                 envoy.is_watched = watch
             case ForwardChunk(data):
                 envoy.deliver(data)
-            case Refuse(status, body):
+            case Reply(status, body):
                 envoy.refuse(status, body)
         return None
 

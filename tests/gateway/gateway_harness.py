@@ -210,16 +210,23 @@ class Gateway:
         body = {"model": "sim", "prompt": prompt, "stream": stream, **fields}
         return self.post("/v1/completions", body, headers=_identity(conversation, tenant, headers))
 
-    def post(self, path: str, body: Any, *, headers: dict[str, str] | None = None) -> Answer:
+    def post(self, path: str, body: Any, *, headers: dict[str, str] | None = None, port: int | None = None) -> Answer:
         """Post JSON (or ``bytes``, as they are)."""
         payload = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.request("POST", path, payload, {"content-type": "application/json", **(headers or {})})
+        return self.request("POST", path, payload, {"content-type": "application/json", **(headers or {})}, port=port)
 
     def request(
-        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        *,
+        port: int | None = None,
     ) -> Answer:
-        """Make one request on a connection of its own and read the answer to its end."""
-        with contextlib.closing(http.client.HTTPConnection(HOST, self.port, timeout=PATIENCE_SECONDS)) as connection:
+        """Make one request on a connection of its own (to the main listener, if not to ``port``) and read the answer."""
+        port = self.port if port is None else port
+        with contextlib.closing(http.client.HTTPConnection(HOST, port, timeout=PATIENCE_SECONDS)) as connection:
             started = time.monotonic()
             connection.request(method, path, body, headers or {})
             response = connection.getresponse()

@@ -75,6 +75,7 @@ def test_hazard_23_above_the_cap_is_413_in_openai_style(start_gateway) -> None:
     answer = gateway.chat(None, [{"role": "user", "content": "hi"}], x_padding="p" * MEBIBYTE)
     assert answer.status == 413
     assert answer.json["error"]["code"] == "request_too_large"
+    assert answer.receipt == {"outcome": "refused", "reason": "client_error"}
     assert gateway.chat(None, [{"role": "user", "content": "hi"}]).status == 200
 
 

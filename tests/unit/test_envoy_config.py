@@ -65,6 +65,18 @@ def managers(**settings: Any) -> dict[str, Any]:
     return {each["name"]: each["filter_chains"][0]["filters"][0]["typed_config"] for each in listeners}
 
 
+def intercept_routes(listener: str, **settings: Any) -> dict[str, Any]:
+    """Return the routes of one of the intercept topology's listeners, by name."""
+    manager = managers(topology="intercept", **settings)[listener]
+    return {route["name"]: route for route in manager["route_config"]["virtual_hosts"][0]["routes"]}
+
+
+def roles(route: Any) -> dict[str, str]:
+    """Return what ext_proc is told at the start of this route's streams."""
+    overrides = route["typed_per_filter_config"][EXT_PROC_FILTER]["overrides"]
+    return {pair["key"]: pair["value"] for pair in overrides["grpc_initial_metadata"]}
+
+
 def main_routes(**settings: Any) -> list[Any]:
     routes = managers(**settings)["main"]["route_config"]["virtual_hosts"][0]["routes"]
     assert isinstance(routes, list)
@@ -214,6 +226,63 @@ def test_settings_reach_their_fields() -> None:
     refused = [each["match"] for each in main_routes(**settings) if each["name"] == "refused"]
     assert refused[0] == {"path": "/a"}
     assert len(refused) == 2
+
+
+# --- the intercept topology ---------------------------------------------------------------------------------------------
+
+TWO = ("10.0.0.1:8100", "10.0.0.2:8100")
+TWO_LISTENERS = ("127.0.0.1:11000", "127.0.0.1:11001")
+
+
+def test_an_orchestrator_finds_one_listener_per_pool_and_clients_find_none() -> None:
+    assert set(managers(topology="intercept")) == {"intercept_prefill", "intercept_decode", "prefill"}
+    assert set(clusters(topology="intercept")) == {"kvloop_extproc", "prefill", "decode"}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_role_of_a_route_is_told_when_its_stream_begins(role: str) -> None:
+    for path, route in intercept_routes(f"intercept_{role}").items():
+        if path in {endpoint.path for endpoint in ENDPOINTS}:
+            assert roles(route) == {"x-kvloop-role": role}
+            assert route["route"]["cluster"] == role
+    for route in main_routes()[: len(ENDPOINTS)]:
+        assert roles(route) == {"x-kvloop-role": "gateway"}
+
+
+def test_an_orchestrator_may_have_a_listener_for_each_worker_and_its_choice_counts() -> None:
+    settings = {"prefill": TWO, "decode": TWO, "intercept_prefill": TWO_LISTENERS, "intercept_decode": TWO_LISTENERS}
+    names = {"intercept_prefill_0", "intercept_prefill_1", "intercept_decode_0", "intercept_decode_1", "prefill"}
+    assert set(managers(topology="intercept", **settings)) == names
+    route = intercept_routes("intercept_prefill_1", **settings)["/v1/completions"]
+    assert roles(route) == {"x-kvloop-role": "prefill", "x-kvloop-worker": "prefill_1"}
+    assert route["route"]["cluster"] == "prefill_1"
+    assert intercept_routes("intercept_decode_1", **settings)["/v1/completions"]["route"]["cluster"] == "decode_1"
+    own_legs = managers(topology="intercept", **settings)["prefill"]["route_config"]["virtual_hosts"][0]["routes"]
+    assert [(each["name"], "headers" in each["match"]) for each in own_legs] == [
+        ("prefill_0", True),
+        ("prefill_1", True),
+        ("prefill", False),
+    ]
+
+
+def test_neither_one_listener_nor_one_per_worker_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="--intercept-prefill has 2 addresses for 1 workers"):
+        rendered(topology="intercept", intercept_prefill=TWO_LISTENERS)
+
+
+def test_an_orchestrator_keeps_its_request_ids_and_may_choose_a_rank() -> None:
+    manager = managers(topology="intercept")["intercept_decode"]
+    assert manager["preserve_external_request_id"] is True
+    assert "x-data-parallel-rank" not in str(manager["early_header_mutation_extensions"])
+    assert "x-data-parallel-rank" in str(managers()["main"]["early_header_mutation_extensions"])
+    assert "preserve_external_request_id" not in managers()["main"]
+
+
+def test_paths_refused_to_clients_are_refused_to_orchestrators() -> None:
+    refused = [route["match"] for route in main_routes() if route["name"] == "refused"]
+    manager = managers(topology="intercept")["intercept_prefill"]
+    routes = manager["route_config"]["virtual_hosts"][0]["routes"]
+    assert [route["match"] for route in routes if route["name"] == "refused"] == refused
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------------

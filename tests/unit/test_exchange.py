@@ -23,7 +23,7 @@ from extproc.events import (
     ForwardTrailers,
     Leg,
     LegResult,
-    Refuse,
+    Reply,
     RequestBody,
     RequestHeaders,
     RequestTrailers,
@@ -872,7 +872,7 @@ def test_hazard_16_28_leaving_at_any_point_loses_no_handle_silently(world: World
 def test_hazard_28_envoy_may_close_the_stream_anywhere(world: World, cut: int) -> None:
     events = [*world.request(CHAT, x_conversation_id="c1"), *world.response(final(210))][:cut]
     seen = world.run([*events, Ended(world.now)])
-    assert not any(isinstance(answer, Refuse) for answer in seen.answers)
+    assert not any(isinstance(answer, Reply) for answer in seen.answers)
 
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=8), pieces=st.lists(st.integers(0, 4000), max_size=8))

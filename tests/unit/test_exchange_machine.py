@@ -33,8 +33,8 @@ from extproc.events import (
     Leg,
     LegResult,
     Receive,
-    Refuse,
     Release,
+    Reply,
     RequestBody,
     RequestHeaders,
     RequestTrailers,
@@ -298,9 +298,9 @@ class ExchangeMachine(RuleBasedStateMachine):
     def every_message_is_answered_once_and_in_order(self) -> None:
         for run in (*self.runs, *self.over[-3:]):
             said = [type(answer) for answer in run.said]
-            first = [kind for kind in said if kind in (ForwardRequest, Refuse)]
+            first = [kind for kind in said if kind in (ForwardRequest, Reply)]
             assert first == said[: len(first)], "the request is answered first"
-            assert len(first) <= run.request_ended or said == [Refuse], "once, when all of it is here, or refused early"
+            assert len(first) <= run.request_ended or said == [Reply], "once, when all of it is here, or refused early"
             rest = said[len(first) :]
             owed = [ANSWERS[kind] for kind in run.told if kind in ANSWERS]
             assert rest == owed[: len(rest)]

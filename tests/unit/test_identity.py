@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from extproc.identity import (
     InvalidConversationId,
     conversation_key,
     find_conversation,
+    handle_key,
 )
 
 RULES = IdentityRules(
@@ -198,3 +200,38 @@ def test_a_key_can_be_made_from_its_parts_as_the_admin_port_does() -> None:
         IdentityRules(("x-conversation-id",), (), "authorization", 256),
     )
     assert found == conversation_key("Bearer a", "m", "s", "c1")
+
+
+IN_REQUEST_ID = dataclasses.replace(RULES, patterns={"X-Request-Id": r"^(?P<conversation>[a-z]+)?--"})
+
+
+def named(**headers: str) -> ConversationKey | None:
+    spelled: Headers = tuple((name.replace("_", "-"), value) for name, value in headers.items())
+    return find_conversation(spelled, {}, IN_REQUEST_ID)
+
+
+def test_the_id_may_be_a_part_of_another_header() -> None:
+    assert named(x_request_id="chat--1") == named(x_request_id="chat--2") == named(x_session_id="chat") is not None
+    assert named(x_request_id="other--1") != named(x_request_id="chat--1")
+
+
+@pytest.mark.parametrize("request_id", ["", "no separator", "--1", "-" * 2000 + "chat--1"])
+def test_a_header_that_does_not_match_names_no_conversation(request_id: str) -> None:
+    assert named(x_request_id=request_id) is None
+
+
+def test_a_header_of_its_own_comes_first_and_body_fields_come_last() -> None:
+    assert named(x_request_id="a--1", x_session_id="b") == named(x_session_id="b")
+    assert find_conversation((("x-request-id", "a--1"),), {"session_id": "b"}, IN_REQUEST_ID) == named(x_session_id="a")
+
+
+def test_a_matched_id_is_bounded_too() -> None:
+    with pytest.raises(InvalidConversationId):
+        named(x_request_id="a" * 17 + "--1")
+
+
+@given(parts, parts, parts, parts)
+def test_a_handle_has_a_key_of_its_own(engine: str, request: str, other_engine: str, other_request: str) -> None:
+    same = (engine, request) == (other_engine, other_request)
+    assert (handle_key(engine, request) == handle_key(other_engine, other_request)) == same
+    assert handle_key(engine, request) != key()

@@ -164,6 +164,16 @@ def test_each_problem_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> Non
     assert lines == [f"KVLOOP_LISTEN: {words}", f"KVLOOP_ENVOY_LISTEN: {words}"]
 
 
+def test_a_pattern_finds_a_conversation_or_stops_the_start() -> None:
+    pattern = "^(?P<conversation>.+)--"
+    assert GatewaySettings(conversation_patterns={"x-request-id": pattern}).conversation_patterns == {
+        "x-request-id": pattern
+    }
+    for wrong, complaint in (("(", "must be a regular expression"), ("^(.+)--", "must have a group")):
+        with pytest.raises(ValidationError, match=complaint):
+            GatewaySettings(conversation_patterns={"x-request-id": wrong})
+
+
 def test_settings_do_not_change_after_the_start() -> None:
     with pytest.raises(ValidationError):
         GatewaySettings().reuse = False  # type: ignore[misc]

@@ -36,6 +36,9 @@ class Responder:
         self.ended: list[int] = []
         self.over = asyncio.Event()
 
+    def metadata(self, _: str) -> str:
+        return ""
+
     def send(self, message: bytes) -> bool:
         self.sent.append(message)
         return True

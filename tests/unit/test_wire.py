@@ -23,7 +23,7 @@ from extproc.events import (
     ForwardRequest,
     ForwardResponseHeaders,
     ForwardTrailers,
-    Refuse,
+    Reply,
     RequestBody,
     RequestHeaders,
     RequestTrailers,
@@ -149,7 +149,7 @@ def test_a_watched_response_keeps_the_configured_mode() -> None:
 
 
 def test_a_refusal_is_marked_verbatim_for_envoy_s_local_replies() -> None:
-    (response,) = written(Refuse(413, b'{"error":{}}', metadata={"outcome": "refused"}))
+    (response,) = written(Reply(413, b'{"error":{}}', metadata={"outcome": "refused"}))
     immediate = response.immediate_response
     assert (immediate.status.code, immediate.body) == (413, b'{"error":{}}')
     assert immediate.headers.set_headers[0].header.raw_value == b"application/json"

@@ -29,8 +29,8 @@ from extproc.events import (
     Leg,
     LegResult,
     Receive,
-    Refuse,
     Release,
+    Reply,
     RequestBody,
     RequestHeaders,
     ResponseBody,
@@ -40,7 +40,7 @@ from extproc.events import (
     header,
 )
 from extproc.exchange import Exchange
-from extproc.http_exchange import StreamEnded
+from extproc.http_exchange import HttpExchange, StreamEnded
 from extproc.pool import PoolKnowledge
 from extproc.receipt import Receipt
 from extproc.settings import GatewaySettings
@@ -105,8 +105,14 @@ class Seen:
         return dict(orjson.loads(self.forwarded.body))
 
     @property
-    def refused(self) -> Refuse:
-        (answer,) = [answer for answer in self.answers if isinstance(answer, Refuse)]
+    def replied(self) -> Reply:
+        """What was answered in a worker's place."""
+        (answer,) = [answer for answer in self.answers if isinstance(answer, Reply)]
+        return answer
+
+    @property
+    def refused(self) -> Reply:
+        (answer,) = [answer for answer in self.answers if isinstance(answer, Reply)]
         return answer
 
     @property
@@ -129,6 +135,8 @@ class World:
     settings: GatewaySettings = field(default_factory=GatewaySettings)
     pool: PoolKnowledge = field(default_factory=PoolKnowledge)
     store: MemoryStore = field(default_factory=lambda: MemoryStore(max_conversations=1000, max_bytes=10**9))
+    role: type[HttpExchange] = Exchange
+    worker: str = ""
     now: float = 1000.0
     render: Worker | None = None
     prefill: Worker | None = None
@@ -141,7 +149,7 @@ class World:
 
     def run(self, events: Iterable[Event], *, leave_at: int | None = None) -> Seen:
         """Play ``events``; the client leaves before the effect numbered ``leave_at``, if given."""
-        exchange = Exchange(self.settings, self.pool)
+        exchange = self.role(self.settings, self.pool, self.worker)
         seen = Seen(exchange.receipt)
         run = exchange.run()
         pending = iter([*events, *itertools.repeat(Ended(self.now), 3)])
@@ -183,7 +191,7 @@ class World:
             case ForwardChunk(data):
                 seen.client_body += response[-1].data if data is None else data
                 seen.answers.append(effect)
-            case ForwardRequest() | Refuse() | ForwardResponseHeaders() | ForwardTrailers():
+            case ForwardRequest() | Reply() | ForwardResponseHeaders() | ForwardTrailers():
                 seen.answers.append(effect)
         return None
 
