@@ -23,7 +23,7 @@ from extproc.retention import Retention
 from extproc.store import Dropped, MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
     from extproc.events import LegResult
     from extproc.http_exchange import HttpExchange
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 RELEASE_TIMEOUT_SECONDS: Final = 10.0
 _EXPIRY_INTERVAL_SECONDS: Final = 1.0
+_RESTART_AFTER_SECONDS: Final = 1.0
 RECENT_TURNS: Final = 100
 
 log = structlog.get_logger()
@@ -164,11 +165,10 @@ class Gateway:
     # --- in the background ------------------------------------------------------------------------------------------
 
     async def run_background(self) -> None:
-        """Expire kept turns and perform releases, until cancelled."""
+        """Expire kept turns, keep to the budget and perform releases, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._expire_for_ever())
-            tasks.create_task(self._releases.run())
-            tasks.create_task(self.retention.run())
+            for work in (self._expire_for_ever, self._releases.run, self.retention.run):
+                tasks.create_task(_run_for_ever(work))
 
     async def release_everything(self) -> None:
         """Queue a release for every kept turn, and wait until the queue is empty."""
@@ -218,3 +218,13 @@ class Gateway:
                 )
             return
         self.pool.learn_block_size(wanted.engine_id, tokens)
+
+
+async def _run_for_ever(work: Callable[[], Awaitable[None]]) -> None:
+    """Run ``work`` until cancelled. A fault in it is logged and ends neither it for good nor what runs beside it."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            log.exception("background_failed")
+        await asyncio.sleep(_RESTART_AFTER_SECONDS)

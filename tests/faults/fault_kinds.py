@@ -128,6 +128,16 @@ def both_prefill_workers_killed(drill: Drill) -> None:
     drill.site.wait_until_serving()
 
 
+def both_extprocs_killed(drill: Drill) -> None:
+    """Leave nobody to process: Envoy lets no request through unseen."""
+    for part in drill.site.extproc:
+        part.component.kill()
+    drill.wait(0.5, 1.5)
+    for part in drill.site.extproc:
+        part.component.start()
+    drill.site.wait_until_serving()
+
+
 def clients_leave(drill: Drill) -> None:
     """Let clients go away at any moment of a turn: half of them close, half of them reset."""
     for number in range(round(20 * drill.pace)):
@@ -258,6 +268,7 @@ EVERY_KIND = (
     Kind("ext_proc paused for long", MayFail.THROUGH_IT, paused("ext_proc", 6.0, 8.0)),
     Kind("P paused for long", MayFail.NONE, paused("P", 4.5, 8.0), strikes_workers=True),
     Kind("both P killed", MayFail.NONE, both_prefill_workers_killed, restarts=True, strikes_workers=True),
+    Kind("both ext_proc killed", MayFail.THROUGH_IT, both_extprocs_killed, restarts=True),
     Kind("clients leave", MayFail.NONE, clients_leave),
     Kind("streams cancelled", MayFail.NONE, streams_cancelled, is_envoys=False),
     Kind("slow clients", MayFail.NONE, slow_clients),

@@ -192,10 +192,13 @@ class FaultSite:
         return envoy_stats(self.envoy.admin_port, prefix)
 
     def upstream_of(self, request_id: str) -> str:
-        """Return the worker a logged request went to; empty while it is not logged."""
+        """Return the worker a client's request went to, ``-`` for none; empty while it is not logged."""
         for line in reversed(self.access_log_written.read_text(errors="replace").splitlines()):
             if request_id in line:
-                return str(json.loads(line).get("upstream") or "")
+                logged = json.loads(line)
+                # Our own legs have ids that begin with the client's.
+                if (logged["listener"], logged["request_id"]) == ("main", request_id):
+                    return str(logged["upstream"] or "-")
         return ""
 
     def reopen_access_log(self, target: Path) -> None:

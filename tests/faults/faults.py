@@ -157,7 +157,7 @@ class Run:
             return False
         if drill.struck not in self.site.decode or not record.request_id:
             return True
-        upstream = self.site.until(lambda: self.site.upstream_of(record.request_id) or "-", "Envoy logs the request")
+        upstream = self.site.until(lambda: self.site.upstream_of(record.request_id), "Envoy logs the request")
         return upstream in ("-", f"127.0.0.1:{drill.struck.port}")
 
 
