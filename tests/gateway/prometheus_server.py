@@ -28,7 +28,7 @@ class Prometheus:
         (port,) = free_ports(1)
         self._url = f"http://{HOST}:{port}"
         config = yaml.safe_load((OBSERVABILITY / "prometheus.yaml").read_text())
-        config["global"] = {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "1s"}
+        config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(OBSERVABILITY / name) for name in config["rule_files"]]
         config["scrape_configs"][0]["static_configs"][0]["targets"] = targets
         path = directory / "prometheus.yaml"

@@ -44,6 +44,11 @@ def condition_as_value(promql: str) -> str:
     return changed
 
 
+def has_numbers(values: list[float]) -> bool:
+    """Whether there is anything to draw."""
+    return not all(map(math.isnan, values))
+
+
 def play(gateway: Gateway) -> int:
     """Play turns of every usual outcome and return how many."""
     answers = []
@@ -64,13 +69,17 @@ def test_every_query_and_every_alert_is_answered_by_a_real_run(start_gateway, tm
         gateway.until(lambda: prometheus.query("sum(kvloop_turns_total)") == [played], "all turns have been scraped")
         # The event loop's lag is looked at once a second.
         gateway.until(lambda: prometheus.query("increase(kvloop_event_loop_lag_seconds_count[1m])") > [0])
-        answers = {(title, query): prometheus.query(query) for title, query in panel_queries()}
-        assert [asked for asked, values in answers.items() if all(map(math.isnan, values))] == []
-        assert [rule["alert"] for rule in alerts() if not prometheus.query(condition_as_value(rule["expr"]))] == []
+        # A busy machine may miss a scrape, and then there is nothing until the next.
+        for title, query in panel_queries():
+            gateway.until(lambda query=query: has_numbers(prometheus.query(query)), f"{title} has data: {query}")
+        for rule in alerts():
+            value = condition_as_value(rule["expr"])
+            gateway.until(lambda value=value: prometheus.query(value), f"{rule['alert']} has data: {value}")
         gateway.until(lambda: all(rule["health"] != "unknown" for rule in prometheus.rules()), "every rule has run")
-        assert {rule["name"]: (rule["health"], rule["state"]) for rule in prometheus.rules()} == {
-            rule["alert"]: ("ok", "inactive") for rule in alerts()
+        assert {rule["name"]: rule["health"] for rule in prometheus.rules()} == {
+            rule["alert"]: "ok" for rule in alerts()
         }
+        assert [rule["name"] for rule in prometheus.rules() if rule["state"] == "firing"] == []
     assert_labels_are_listed(gateway.metrics())
 
 
