@@ -184,6 +184,7 @@ def kvloop(site: Site, env: Mapping[str, str] | None = None) -> Front:
             "KVLOOP_ADMIN_LISTEN": f"{HOST}:{extproc_admin}",
             "KVLOOP_PREFILL_URL": f"http://{HOST}:{prefill_port}",
             "KVLOOP_SINGLE_HOST": "true",
+            "KVLOOP_DRAIN_DELAY_SECONDS": "0",
             "KVLOOP_DRAIN_SECONDS": "2",
             "KVLOOP_LOG_LEVEL": "warning",
             **(env or {}),

@@ -2,7 +2,7 @@
 
 Read the modules in this order to follow one request:
 
-``settings`` → ``headers`` → ``events`` → ``errors`` → ``endpoints`` → ``splice`` → ``request`` → ``identity`` →
+``settings`` → ``headers`` → ``events`` → ``errors`` → ``admission`` → ``endpoints`` → ``splice`` → ``request`` → ``identity`` →
 ``handle`` → ``proof`` → ``store`` → ``legs`` → ``sse`` → ``turn`` → ``receipt`` → ``exchange`` (the life of a request;
 it is made of ``http_exchange``, ``attaching`` and ``capturing``), then the shells that do the work: ``wire``
 (protobuf), ``http2`` and ``grpc_server`` (gRPC), ``stream``, ``gateway``, ``releases``, ``workers_client`` (HTTP), ``metrics``,

@@ -1,4 +1,4 @@
-"""The admin port: metrics, liveness, a look inside and letting go, for those who run the gateway."""
+"""The admin port: metrics, liveness, readiness, a look inside and letting go, for those who run the gateway."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from extproc.errors import ConfigError
 
 if TYPE_CHECKING:
     from extproc.gateway import Gateway
+    from extproc.readiness import Readiness
     from extproc.settings import GatewaySettings
 
 _SHOWN: Final = 50
 _MOST_SHOWN: Final = 1000
 
 
-async def start_admin(gateway: Gateway, settings: GatewaySettings) -> web.AppRunner:
-    """Serve ``/metrics``, ``/healthz``, ``/debug/state`` and releases; raises ``ConfigError``. Clean the runner up to stop."""
+async def start_admin(gateway: Gateway, readiness: Readiness, settings: GatewaySettings) -> web.AppRunner:
+    """Serve metrics, liveness, readiness, ``/debug/state`` and releases; raises ``ConfigError``. Clean the runner up to stop."""
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(
@@ -31,6 +32,10 @@ async def start_admin(gateway: Gateway, settings: GatewaySettings) -> web.AppRun
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
+    async def readyz(_: web.Request) -> web.Response:
+        obstacle = readiness.obstacle()
+        return web.Response(text=f"{obstacle or 'ok'}\n", status=503 if obstacle else 200)
+
     async def state(request: web.Request) -> web.Response:
         if settings.debug_state == "loopback" and not _is_loopback(request.remote):
             raise web.HTTPForbidden(text="Only answered on this machine; KVLOOP_DEBUG_STATE=anyone changes that.\n")
@@ -39,7 +44,7 @@ async def start_admin(gateway: Gateway, settings: GatewaySettings) -> web.AppRun
         return web.Response(body=orjson.dumps(gateway.state(limit)), content_type="application/json")
 
     app = web.Application()
-    app.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthz)])
+    app.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthz), web.get("/readyz", readyz)])
     if settings.debug_state != "off":
         app.add_routes([web.get("/debug/state", state)])
     app.add_routes(release_routes(gateway, settings))

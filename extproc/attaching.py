@@ -79,18 +79,19 @@ class AttachingExchange(HttpExchange):
         self, request: ApiRequest, body: bytes
     ) -> Generator[Effect, Any, tuple[LegResult, legs.Prefilled | None]]:
         """Send P what carries the handle, which is used up with that; no ``Prefilled``: try again without it."""
-        turn, self._unsent = self._unsent, None
+        self._in_doubt, self._unsent = self._unsent, None
         result = yield from self._call(
             Leg.PREFILL, request.endpoint.path, body, self.settings.reuse_timeout_seconds, attempt="reuse"
         )
         self.receipt.prefill_ms = result.elapsed_seconds * 1000
         if result.status in CLIENT_ERRORS:
             # P's front refused the request, so its engine read nothing and never will: D need not wait for it.
-            self._unsent = turn
+            self._unsent, self._in_doubt = self._in_doubt, None
             yield from self._release_unsent("refused")
         prefilled = legs.read_prefilled(result.body) if result.status == OK else None
         if prefilled is None:
             self.receipt.reason = failure(result)
+            yield from self._release_in_doubt(self.receipt.reason)
         return result, prefilled
 
     def _call_cold(
@@ -107,16 +108,18 @@ class AttachingExchange(HttpExchange):
             yield from self._release_unsent(Reason.RENDER_FAILED)
         return result, legs.read_prefilled(result.body) if result.status == OK else None
 
-    def _note_reuse(self, attachment: Attachment, prefilled: legs.Prefilled) -> None:
-        """Put down in the receipt what P made of the handle."""
+    def _note_reuse(self, attachment: Attachment, prefilled: legs.Prefilled) -> Generator[Effect, Any, None]:
+        """Put down in the receipt what P made of the handle; D may still hold what P did not read."""
         read = attachment.tokens if prefilled.cached_tokens is None else prefilled.cached_tokens
         # Short of the rest P's own cache had the start of it, and what was left was not worth a read to P.
         if attachment.tokens - read >= self.settings.min_reuse_tokens:
             self._conclude(Outcome.COLD, Reason.READ_FAILED)
+            yield from self._release_in_doubt(Reason.READ_FAILED)
         elif attachment.is_whole:
             self._conclude(Outcome.REUSED, None)
         else:
             self._conclude(Outcome.PARTIAL, Reason.HISTORY_DIFFERS)
+        self._in_doubt = None
         # P counts what its own prefix cache had, too; no more than what was attached can have come from D.
         self.receipt.reused_tokens = min(read, attachment.tokens)
         self.receipt.cached_tokens = prefilled.cached_tokens

@@ -21,7 +21,9 @@ from extproc.events import (
     ResponseTrailers,
     header,
 )
+from extproc.handle_hosts import host_rules
 from extproc.http_exchange import OK, HttpExchange, is_plain
+from extproc.receipt import Stage
 from extproc.store import StoredTurn
 from extproc.turn import Learned, StreamedTurn, TurnFold, Watch, WholeTurn
 
@@ -81,6 +83,7 @@ class CapturingExchange(HttpExchange):
             yield from self._watch(request, fold, event.upstream_address)
 
     def _watch(self, request: ApiRequest, fold: TurnFold, upstream: str | None) -> Generator[Effect, Any, None]:
+        self._stage = Stage.RESPONSE
         is_first = isinstance(fold, StreamedTurn)
         while True:
             event = yield from self._receive()
@@ -93,6 +96,10 @@ class CapturingExchange(HttpExchange):
                     if fold.learned.published is not None and self.receipt.captured is None:
                         # Kept before the client can see the end of this turn, and so before it can send the next one.
                         yield from self._capture(request, fold.learned, upstream)
+                        yield ForwardChunk(replacement, {"captured": self.receipt.captured})
+                    elif end and self.receipt.captured is None:
+                        # A stop string, an abort, or a D that never publishes: docs/hazards.md, 32 and 33.
+                        self.receipt.captured = "absent"
                         yield ForwardChunk(replacement, {"captured": self.receipt.captured})
                     else:
                         yield ForwardChunk(replacement)
@@ -130,9 +137,7 @@ class CapturingExchange(HttpExchange):
             self.receipt.captured = refused.reason
             return
         handle = publication.handle
-        if handle.is_loopback and not self.settings.single_host:
-            # P would look for D on its own machine; not even a release would find it.
-            self.receipt.captured = "loopback_host"
+        if self._refuses_host(handle, upstream):
             return
         if legs.is_text_only(request):  # the plugin leaves other turns without a digest
             self.pool.note_handle(has_digest=publication.sequence is not None)
@@ -174,6 +179,19 @@ class CapturingExchange(HttpExchange):
     def _doubt(self, sequence: proof.Sequence, learned: Learned) -> str | None:  # noqa: ARG002 - roles may look at them
         """Name why D's word on its tokens is not to be taken, None if it is."""
         return None
+
+    def _refuses_host(self, handle: handles.Handle, upstream: str | None) -> bool:
+        """Whether P must not be sent where this handle says: put down why. Not even a release would go to the right D."""
+        if handle.is_loopback:
+            if self.settings.single_host:
+                return False
+            self.receipt.captured = "loopback_host"
+        elif host_rules(self.settings.handle_hosts).allows(handle.host):
+            return False
+        else:
+            self.receipt.captured = "foreign_host"
+        self.receipt.refused_host = f"{handle.host} from {upstream}" if upstream else handle.host
+        return True
 
     def _sequence(self, publication: handles.Publication, learned: Learned) -> proof.Sequence | None:
         """Return the tokens behind the handle: D's own digest, else the ids it streamed.

@@ -39,6 +39,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager i
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early
 from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request import v3 as least_request
 from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections import v3 as downstream
+from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap import v3 as fixed_heap
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts import v3 as previous_hosts
 from envoy_data_plane.envoy.extensions.upstreams.http import v3 as upstream_http
 from envoy_data_plane.envoy.type import v3 as http_type
@@ -48,6 +49,7 @@ from envoy_data_plane.google.protobuf import Struct
 
 from extproc import headers
 from extproc.endpoints import ENDPOINTS
+from extproc.envoy_tls import client_socket, server_socket
 from extproc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ UNLIMITED: Final = 1_000_000
 ENCODED_CONTROL_CHARACTER: Final = ".*%(?:[01][0-9a-fA-F]|7[fF]).*"
 
 NO_LIMIT: Final = timedelta(0)
+MAX_HEADERS: Final = 100
+HEAP_MONITOR: Final = "envoy.resource_monitors.fixed_heap"
 
 HEADER = "# Written by `kvloop envoy render`; change the settings, not this file. Reasons: envoy/README.md.\n"
 
@@ -102,7 +106,7 @@ def _as_spelt(field: str) -> str:
 
 
 def bootstrap(settings: EnvoySettings) -> boot.Bootstrap:
-    """Return the whole bootstrap: listeners, clusters, a private admin interface, one overload limit."""
+    """Return the whole bootstrap: listeners, clusters, a private admin interface, overload limits."""
     topology = _gateway(settings) if settings.topology == "gateway" else _intercept(settings)
     return boot.Bootstrap(
         admin=boot.Admin(address=_bind_address(settings.admin_listen), ignore_global_conn_limit=True),
@@ -118,19 +122,36 @@ def bootstrap(settings: EnvoySettings) -> boot.Bootstrap:
                 *([] if settings.otlp is None else [_collector_cluster(settings.otlp)]),
             ],
         ),
-        overload_manager=overload.OverloadManager(
-            resource_monitors=[
-                overload.ResourceMonitor(
-                    name="envoy.resource_monitors.global_downstream_max_connections",
-                    typed_config=Packed.pack(
-                        downstream.DownstreamConnectionsConfig(
-                            max_active_downstream_connections=settings.max_client_connections
-                        )
-                    ),
-                )
-            ]
-        ),
+        overload_manager=_overload_manager(settings),
     )
+
+
+def _overload_manager(settings: EnvoySettings) -> overload.OverloadManager:
+    """Refuse what would cost the running answers their memory: connections first, then requests."""
+    connections = downstream.DownstreamConnectionsConfig(
+        max_active_downstream_connections=settings.max_client_connections
+    )
+    return overload.OverloadManager(
+        refresh_interval=timedelta(seconds=0.25),
+        resource_monitors=[
+            overload.ResourceMonitor(
+                name="envoy.resource_monitors.global_downstream_max_connections", typed_config=Packed.pack(connections)
+            ),
+            overload.ResourceMonitor(
+                name=HEAP_MONITOR,
+                typed_config=Packed.pack(fixed_heap.FixedHeapConfig(max_heap_size_bytes=settings.max_heap_bytes)),
+            ),
+        ],
+        actions=[
+            _at_heap_share("envoy.overload_actions.shrink_heap", 0.9),
+            _at_heap_share("envoy.overload_actions.stop_accepting_requests", 0.95),
+        ],
+    )
+
+
+def _at_heap_share(action: str, share: float) -> overload.OverloadAction:
+    threshold = overload.ThresholdTrigger(value=share)
+    return overload.OverloadAction(name=action, triggers=[overload.Trigger(name=HEAP_MONITOR, threshold=threshold)])
 
 
 # --- topologies -----------------------------------------------------------------------------------------------------
@@ -221,9 +242,20 @@ def _watched_listener(face: Face, settings: EnvoySettings) -> listener.Listener:
             name=face.name,
             virtual_hosts=[route.VirtualHost(name=face.name, domains=["*"], routes=_watched_routes(face, settings))],
         ),
-        http_filters=[hcm.HttpFilter(name=EXT_PROC_FILTER, typed_config=Packed.pack(_ext_proc_filter()))],
+        http_filters=[
+            hcm.HttpFilter(
+                name=EXT_PROC_FILTER,
+                # On the handled routes alone. Anywhere else Envoy's own answers to what it cannot even route (too many
+                # headers, say) would wait for ext_proc, and be lost with the connection that Envoy closes meanwhile.
+                disabled=True,
+                typed_config=Packed.pack(_ext_proc_filter()),
+            )
+        ],
     )
-    return _listener(face.name, face.address, _with_common_options(manager, settings))
+    # A client that trickles its body in keeps a place that others could have.
+    manager.request_timeout = timedelta(seconds=settings.upload_timeout_seconds)
+    tls = server_socket(settings.certificate_file, settings.key_file, None)
+    return _listener(face.name, face.address, _with_common_options(manager, settings), tls)
 
 
 def _prefill_listener(workers: Sequence[str], settings: EnvoySettings) -> listener.Listener:
@@ -245,7 +277,8 @@ def _prefill_listener(workers: Sequence[str], settings: EnvoySettings) -> listen
             ],
         ),
     )
-    built = _listener("prefill", settings.prefill_listen, _with_common_options(manager, settings))
+    tls = server_socket(settings.prefill_certificate_file, settings.prefill_key_file, settings.prefill_client_ca_file)
+    built = _listener("prefill", settings.prefill_listen, _with_common_options(manager, settings), tls)
     # Clients that fill the connection limit must not keep running turns from their prefill leg.
     built.ignore_global_conn_limit = True
     return built
@@ -260,18 +293,21 @@ def _own_leg_route(name: str, match: Sequence[route.HeaderMatcher] = ()) -> rout
     )
 
 
-def _listener(name: str, address: str, manager: hcm.HttpConnectionManager) -> listener.Listener:
+def _listener(
+    name: str, address: str, manager: hcm.HttpConnectionManager, tls: core.TransportSocket | None
+) -> listener.Listener:
     return listener.Listener(
         name=name,
         address=_bind_address(address),
         per_connection_buffer_limit_bytes=STREAM_BUFFER_BYTES,
         filter_chains=[
             listener.FilterChain(
+                transport_socket=tls,
                 filters=[
                     listener.Filter(
                         name="envoy.filters.network.http_connection_manager", typed_config=Packed.pack(manager)
                     )
-                ]
+                ],
             )
         ],
     )
@@ -280,11 +316,12 @@ def _listener(name: str, address: str, manager: hcm.HttpConnectionManager) -> li
 def _with_common_options(manager: hcm.HttpConnectionManager, settings: EnvoySettings) -> hcm.HttpConnectionManager:
     """Set what both listeners share: protocols, timeouts, and the router at the end of the chain."""
     manager.codec_type = hcm.HttpConnectionManagerCodecType.AUTO
-    manager.request_timeout = NO_LIMIT
+    manager.max_request_headers_kb = settings.max_header_kilobytes
     manager.request_headers_timeout = timedelta(seconds=10)
     manager.stream_idle_timeout = timedelta(seconds=settings.stream_idle_timeout_seconds)
     manager.common_http_protocol_options = core.HttpProtocolOptions(
         idle_timeout=timedelta(hours=1),
+        max_headers_count=MAX_HEADERS,
         # Some agents name their session header with an underscore. ASGI servers keep such names apart from their
         # dashed twins, so nothing can be smuggled by them.
         headers_with_underscores_action=core.HttpProtocolOptionsHeadersWithUnderscoresAction.ALLOW,
@@ -479,16 +516,25 @@ def _ext_proc_filter() -> ext_proc.ExternalProcessor:
 
 def _ext_proc_cluster(settings: EnvoySettings) -> cluster.Cluster:
     """Reach the ext_proc replicas: gRPC, and no more than a second behind their health."""
-    built = _cluster(EXT_PROC_CLUSTER, settings.extproc)
+    # Not limited here: what ext_proc has no room for it refuses in words.
+    built = _cluster(EXT_PROC_CLUSTER, settings.extproc, UNLIMITED)
     # In turns, so that a retry meets another replica. The least busy one would often be the one that just lost its
     # streams.
     built.lb_policy = cluster.ClusterLbPolicy.ROUND_ROBIN
+    built.transport_socket = client_socket(
+        settings.extproc_ca_file,
+        settings.extproc_certificate_file,
+        settings.extproc_key_file,
+        settings.extproc_server_name,
+        alpn="h2",
+    )
     built.health_checks = [
         core.HealthCheck(
             interval=timedelta(seconds=1),
             # Envoy looks once a minute at a cluster nobody has used yet: a replica that starts after Envoy would
-            # stay out for that long.
-            no_traffic_interval=timedelta(seconds=1),
+            # stay out for that long. Replicas say they serve once they reach Envoy's prefill listener: soon after.
+            no_traffic_interval=timedelta(seconds=0.25),
+            no_traffic_healthy_interval=timedelta(seconds=1),
             timeout=timedelta(seconds=2),
             unhealthy_threshold=2,
             healthy_threshold=1,
@@ -501,7 +547,7 @@ def _ext_proc_cluster(settings: EnvoySettings) -> cluster.Cluster:
 
 def _collector_cluster(address: str) -> cluster.Cluster:
     """Reach the collector of traces."""
-    built = _cluster(COLLECTOR_CLUSTER, [address])
+    built = _cluster(COLLECTOR_CLUSTER, [address], UNLIMITED)
     built.typed_extension_protocol_options = _http2_options()
     return built
 
@@ -517,7 +563,7 @@ def _http2_options() -> dict[str, Packed]:
 
 
 def _prefill_cluster(name: str, addresses: Sequence[str], settings: EnvoySettings) -> cluster.Cluster:
-    built = _worker_cluster(name, addresses, settings)
+    built = _worker_cluster(name, addresses, settings.max_prefill_requests, settings)
     built.load_balancing_policy = _least_request()
     return built
 
@@ -540,7 +586,7 @@ def _least_request() -> cluster.LoadBalancingPolicy:
 
 
 def _decode_cluster(name: str, addresses: Sequence[str], settings: EnvoySettings) -> cluster.Cluster:
-    built = _worker_cluster(name, addresses, settings)
+    built = _worker_cluster(name, addresses, settings.max_decode_requests, settings)
     built.lb_policy = cluster.ClusterLbPolicy.MAGLEV
     built.common_lb_config = _common_lb_config(
         cluster.ClusterCommonLbConfigConsistentHashingLbConfig(
@@ -552,9 +598,16 @@ def _decode_cluster(name: str, addresses: Sequence[str], settings: EnvoySettings
     return built
 
 
-def _worker_cluster(name: str, addresses: Sequence[str], settings: EnvoySettings) -> cluster.Cluster:
+def _worker_cluster(name: str, addresses: Sequence[str], max_requests: int, settings: EnvoySettings) -> cluster.Cluster:
     """Reach vLLM: HTTP/1.1, probed on /health, set aside for gateway failures only."""
-    built = _cluster(name, addresses)
+    built = _cluster(name, addresses, max_requests)
+    built.transport_socket = client_socket(
+        settings.worker_ca_file,
+        settings.worker_certificate_file,
+        settings.worker_key_file,
+        settings.worker_server_name,
+        alpn="http/1.1",
+    )
     built.health_checks = [
         core.HealthCheck(
             interval=timedelta(seconds=settings.health_interval_seconds),
@@ -616,7 +669,7 @@ def _outlier_detection() -> cluster.OutlierDetection:
     )
 
 
-def _cluster(name: str, addresses: Sequence[str]) -> cluster.Cluster:
+def _cluster(name: str, addresses: Sequence[str], max_requests: int) -> cluster.Cluster:
     """Return what all clusters share; a single hostname among ``addresses`` makes the cluster resolve names."""
     named = not all(_is_ip(_split(address)[0]) for address in addresses)
     kind = cluster.ClusterDiscoveryType.STRICT_DNS if named else cluster.ClusterDiscoveryType.STATIC
@@ -644,8 +697,8 @@ def _cluster(name: str, addresses: Sequence[str]) -> cluster.Cluster:
             thresholds=[
                 cluster.CircuitBreakersThresholds(
                     max_connections=UNLIMITED,
-                    max_pending_requests=UNLIMITED,
-                    max_requests=UNLIMITED,
+                    max_pending_requests=max_requests,
+                    max_requests=max_requests,
                     max_retries=UNLIMITED,
                 )
             ]

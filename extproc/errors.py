@@ -19,6 +19,8 @@ class EnvoyProtocolError(Exception):
 class ClientError(Exception):
     """The client's request cannot be served; it gets this status and an OpenAI-style error body."""
 
+    headers: tuple[tuple[str, str], ...] = ()
+
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
@@ -32,3 +34,12 @@ class ClientError(Exception):
         kind = "invalid_request_error" if self.status < 500 else "server_error"  # noqa: PLR2004 - HTTP classes
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
+
+
+class Overloaded(ClientError):
+    """There is no room for the request now; the client may come again."""
+
+    headers = (("retry-after", "1"),)
+
+    def __init__(self, message: str) -> None:
+        super().__init__(503, f"{message} Try again.", code="overloaded")

@@ -185,11 +185,15 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Tell D, in the background, that nobody will read this handle. No result."""
+    """Tell D, in the background, that nobody will read this handle. No result.
+
+    ``after_seconds``: not before then, because a P that was sent it may still be reading.
+    """
 
     handle: Handle
     model: str
     reason: str
+    after_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

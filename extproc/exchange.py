@@ -50,6 +50,7 @@ class Exchange(AttachingExchange, CapturingExchange):
         watches = leg.params is not None
         asked = watches and self._wants_token_ids()
         self._forwarded_at = self._now
+        self._prepared()
         yield ForwardRequest(
             legs.decode_body(request, leg.params, leg.prompt_ids, ask_token_ids=asked),
             set_headers=self._decode_headers(with_params=watches),
@@ -91,8 +92,9 @@ class Exchange(AttachingExchange, CapturingExchange):
         if prefilled.prompt_ids != prompt_ids:
             # P's KV mixes tokens nobody proved with the handle's. Nothing of it may be used, now or later.
             self.pool.prompt_ids_differed = True
+            self._in_doubt = None
             return self._decode_alone(Reason.PROMPT_IDS_DIFFER, ids_text)
-        self._note_reuse(attachment, prefilled)
+        yield from self._note_reuse(attachment, prefilled)
         return DecodeLeg(prefilled.params, ids_text)
 
     def _prefill_cold(

@@ -7,15 +7,17 @@ import contextlib
 import logging
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from extproc import __version__
+from extproc.admission import Load
 from extproc.debug_state import snapshot
 from extproc.events import Call, Keep, LearnBlockSize, Release, Restore
 from extproc.log import turn_facts
-from extproc.metrics import PROMPT_IDS_DIFFER, RELEASES_WAITING, TASKS, Metrics
+from extproc.metrics import BODY_BYTES, PREPARING, PROMPT_IDS_DIFFER, RELEASES_WAITING, TASKS, Metrics
 from extproc.pool import PoolKnowledge
 from extproc.receipt import Reason
 from extproc.releases import ReleaseQueue
@@ -38,6 +40,7 @@ RELEASE_TIMEOUT_SECONDS: Final = 10.0
 _EXPIRY_INTERVAL_SECONDS: Final = 1.0
 _RESTART_AFTER_SECONDS: Final = 1.0
 RECENT_TURNS: Final = 100
+_WARNINGS: Final = 1000
 
 log = structlog.get_logger()
 
@@ -50,6 +53,7 @@ class Gateway:
         self.tracing = tracing
         self.recent: deque[tuple[float, Receipt]] = deque(maxlen=RECENT_TURNS)
         self.pool = PoolKnowledge()
+        self.load = Load()
         self.store = MemoryStore(max_conversations=settings.store_max_conversations, max_bytes=settings.store_max_bytes)
         self.metrics = Metrics(self.store)
         self._client = client
@@ -66,6 +70,8 @@ class Gateway:
         self.metrics.watch(RELEASES_WAITING, self._releases.__len__)
         self.metrics.watch(TASKS, lambda: len(asyncio.all_tasks()))
         self.metrics.watch(PROMPT_IDS_DIFFER, lambda: self.pool.prompt_ids_differed)
+        self.metrics.watch(PREPARING, lambda: self.load.preparing)
+        self.metrics.watch(BODY_BYTES, lambda: self.load.body_bytes)
         self._errands: set[asyncio.Task[None]] = set()
         self._warned: set[str] = set()
         levels = logging.getLevelNamesMapping()
@@ -145,14 +151,24 @@ class Gateway:
                 reuse_off=self.pool.prompt_ids_differed,
                 fix="P ignores kv_transfer_params.prompt_token_ids: check its vLLM version, then restart the gateway",
             )
-        if receipt.captured == "loopback_host" and "loopback_host" not in self._warned:
-            self._warned.add("loopback_host")
+        if receipt.refused_host is not None and self._is_news(receipt.refused_host):
+            is_loopback = receipt.captured == "loopback_host"
             log.warning(
-                "handle_with_loopback_host",
-                fix="set VLLM_NIXL_SIDE_CHANNEL_HOST on D to an address P can reach, or KVLOOP_SINGLE_HOST=true",
+                "handle_with_loopback_host" if is_loopback else "handle_with_foreign_host",
+                host=receipt.refused_host,
+                fix="set VLLM_NIXL_SIDE_CHANNEL_HOST on D to an address P can reach, or KVLOOP_SINGLE_HOST=true"
+                if is_loopback
+                else "if a decode worker lives there, add it to KVLOOP_HANDLE_HOSTS; if not, find out who answers in its place",
             )
         if self._logs_turns:
             log.log(self._turn_level, "turn_finished", **turn_facts(exchange, trace_id))
+
+    def _is_news(self, what: str) -> bool:
+        """Whether this was not warned of before; there is an end to it, whatever a worker makes up."""
+        if what in self._warned or len(self._warned) >= _WARNINGS:
+            return False
+        self._warned.add(what)
+        return True
 
     def state(self, limit: int) -> dict[str, Any]:
         """Describe what is going on, for ``/debug/state``."""
@@ -185,7 +201,12 @@ class Gateway:
 
     def release(self, release: Release) -> None:
         """Have D free a handle's blocks, in the background."""
-        self._releases.add(release)
+        if release.after_seconds:
+            # Lost if the gateway stops first; then D's own TTL frees them.
+            now = replace(release, after_seconds=0.0)
+            asyncio.get_running_loop().call_later(release.after_seconds, self._releases.add, now)
+        else:
+            self._releases.add(release)
 
     async def _send_release(self, release: Release) -> bool:
         return await self._client.release(release, RELEASE_TIMEOUT_SECONDS)

@@ -1,6 +1,6 @@
 """The gRPC server under ``server``: sockets around ``http2``, streams to whoever serves their path, health checks.
 
-Plaintext HTTP/2 on one address, as ext_proc clusters use it. Messages stay bytes; ``wire`` reads them.
+HTTP/2 on one address, as ext_proc clusters use it, in plaintext or with TLS. Messages stay bytes; ``wire`` reads them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from extproc import http2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from ssl import SSLContext
 
 _UNSENT_MAX_BYTES: Final = 1024 * 1024
 """Answers that wait for one connection before no more is read from it."""
@@ -77,9 +78,9 @@ class GrpcServer:
         self._server: asyncio.Server | None = None
         self._idle = asyncio.Event()
 
-    async def start(self, host: str, port: int) -> None:
-        """Listen; raises ``OSError``."""
-        self._server = await asyncio.get_running_loop().create_server(lambda: _GrpcProtocol(self), host, port)
+    async def start(self, host: str, port: int, *, ssl: SSLContext | None = None) -> None:
+        """Listen, with TLS if there is a context for it; raises ``OSError``."""
+        self._server = await asyncio.get_running_loop().create_server(lambda: _GrpcProtocol(self), host, port, ssl=ssl)
         self.is_serving = True
 
     async def stop(self, grace_seconds: float) -> None:

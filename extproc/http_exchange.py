@@ -7,8 +7,9 @@ things happen: see ``exchange`` for the gateway's.
 Rules that must stay true of every role:
 
 * Nothing unproven is ever attached: transfer parameters with a handle come from ``reuse.prove`` only.
-* A handle that was sent to P, with whatever result, never comes back. A taken one that was not sent is released, or, if
-  the client's own mistake kept it from being sent, restored for the corrected request.
+* A handle that was sent to P, with whatever result, never comes back; if it may be unread, it is released when P cannot be
+  reading it any more. A taken one that was not sent is released, or, if the client's own mistake kept it from being sent,
+  restored for the corrected request.
 * Every message from Envoy is answered once, in order; none is answered after the end of its direction.
 """
 
@@ -20,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from extproc import headers as names
 from extproc import legs
+from extproc.admission import Load, Share
 from extproc.endpoints import find_endpoint
-from extproc.errors import ClientError, EnvoyProtocolError
+from extproc.errors import ClientError, EnvoyProtocolError, Overloaded
 from extproc.events import (
     Call,
     Effect,
@@ -47,7 +49,7 @@ from extproc.events import (
     header,
 )
 from extproc.identity import ConversationKey, IdentityRules, InvalidConversationId, find_conversation, tenant_hash
-from extproc.receipt import Outcome, Reason, Receipt
+from extproc.receipt import Outcome, Reason, Receipt, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -105,6 +107,7 @@ class HttpExchange(ABC):
     pool: PoolKnowledge
     worker: str = ""
     receipt: Receipt = field(default_factory=Receipt)
+    load: Load = field(default_factory=Load)
     headers: Headers = ()
     arrived_at: float = 0.0
     request: ApiRequest | None = None
@@ -114,22 +117,38 @@ class HttpExchange(ABC):
     _forwarded_at: float = 0.0
     _key: ConversationKey | None = None
     _unsent: StoredTurn | None = None
+    _in_doubt: StoredTurn | None = None
+    _stage: Stage = Stage.REQUEST
     _ends: bool = False
     _render_refused: bool = False
+    _share: Share = field(init=False)
+    _prepared_by: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._share = Share(self.load)
 
     def run(self) -> Generator[Effect, Any, None]:
         """Serve the request. Never raises for what a client, a worker or the network does."""
         try:
+            yield from self._run()
+        finally:
+            self._share.leave()
+
+    def _run(self) -> Generator[Effect, Any, None]:
+        try:
             yield from self._serve()
         except ClientError as error:
-            self.receipt.outcome, self.receipt.reason = Outcome.REFUSED, Reason.CLIENT_ERROR
-            yield self._refusal(error.status, error.body, "application/json")
+            is_overload = isinstance(error, Overloaded)
+            self._conclude(Outcome.REFUSED, Reason.OVERLOADED if is_overload else Reason.CLIENT_ERROR)
+            yield self._refusal(error.status, error.body, "application/json", error.headers)
         except StreamEnded:
-            pass
+            self.receipt.abandoned = self._stage
         except Exception:
             yield from self._release_unsent("failed")
+            yield from self._release_in_doubt("failed")
             raise
         yield from self._release_unsent("abandoned")
+        yield from self._release_in_doubt("abandoned")
 
     @abstractmethod
     def _serve(self) -> Generator[Effect, Any, None]:
@@ -168,8 +187,14 @@ class HttpExchange(ABC):
             raise ClientError(415, f"Content-Encoding {encoding} is not supported.", code="unsupported_encoding")
         return ReceivedRequest(endpoint, body, had_trailers)
 
+    def _prepared(self) -> None:
+        """Note that the request goes on now: what comes is the worker's time, not ours."""
+        self._stage = Stage.DECODE
+        self._share.prepared()
+
     def _pass_on(self, forwarded: ForwardRequest) -> Generator[Effect, Any, None]:
         """Let a request go whose response is none of our business."""
+        self._prepared()
         yield forwarded
         yield from self._pass_response((yield from self._receive_response()))
 
@@ -177,6 +202,7 @@ class HttpExchange(ABC):
         """Return the whole body (None if there is none) and whether trailers ended it."""
         if opening.end_of_stream:
             return None, False
+        self._share.enter(self.settings)
         limit = self.settings.request_max_bytes
         announced = header(opening.headers, "content-length")
         if (
@@ -194,15 +220,21 @@ class HttpExchange(ABC):
                     size += len(event.data)
                     if size > limit:
                         raise _too_large(limit)
+                    self._share.hold(len(event.data), self.settings)
                     pieces.append(event.data)
                     if event.end_of_stream:
-                        return b"".join(pieces), False
+                        return self._whole(pieces), False
                 case RequestTrailers():
-                    return b"".join(pieces), True
+                    return self._whole(pieces), True
                 case ResponseHeaders():
                     raise AnsweredEarly(event)
                 case _:
                     raise EnvoyProtocolError(f"{type(event).__name__} arrived inside a request")
+
+    def _whole(self, pieces: list[bytes]) -> bytes:
+        """Return the whole body. The time from here until D gets the request is ours."""
+        self._prepared_by = self._now + self.settings.preparation_timeout_seconds
+        return b"".join(pieces)
 
     # --- whose it is ------------------------------------------------------------------------------------------------
 
@@ -260,7 +292,11 @@ class HttpExchange(ABC):
             (names.LEG, leg),
             *(((names.WORKER, self.worker),) if self.worker else ()),
         )
-        result: LegResult = yield Call(leg, path, forwarded + own, body, timeout_seconds)
+        remaining_seconds = self._prepared_by - self._now
+        if remaining_seconds <= 0:
+            return LegResult(status=0, body=b"", at=self._now, elapsed_seconds=0.0, error="timeout")
+        self._stage = Stage.PREFILL if leg is Leg.PREFILL else self._stage
+        result: LegResult = yield Call(leg, path, forwarded + own, body, min(timeout_seconds, remaining_seconds))
         self._now = result.at
         return result
 
@@ -282,12 +318,22 @@ class HttpExchange(ABC):
         if turn is not None and self._key is not None:
             yield Restore(self._key, turn, self._kind())
 
+    def _release_in_doubt(self, reason: str) -> Generator[Effect, Any, None]:
+        """Have D free what was sent to P and perhaps not read, once P cannot be reading it any more.
+
+        A P that is cut off may go on reading for a moment. If D freed the blocks meanwhile and used them anew, P would
+        read the wrong KV, and keep it if it had not yet noticed that nobody waits.
+        """
+        turn, self._in_doubt = self._in_doubt, None
+        if turn is not None:
+            yield Release(turn.handle, turn.model, reason, self.settings.reuse_timeout_seconds)
+
     def _conclude(self, outcome: Outcome, reason: Reason | None) -> None:
         self.receipt.outcome, self.receipt.reason = outcome, reason
 
-    def _refusal(self, status: int, body: bytes, content_type: str) -> Reply:
+    def _refusal(self, status: int, body: bytes, content_type: str, more: Headers = ()) -> Reply:
         self.status = status
-        headers = (("content-type", content_type), (names.RECEIPT, self.receipt.header_value()))
+        headers = (("content-type", content_type), (names.RECEIPT, self.receipt.header_value()), *more)
         return Reply(status, body, headers, self.receipt.metadata())
 
     # --- the response -----------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ class DecodeExchange(CapturingExchange):
         self.receipt.outcome, self.receipt.reason = Outcome.WATCHED, None
         asked = self._wants_token_ids() and self._reuse_ruled_out(request) is None
         self._forwarded_at = self._now
+        self._prepared()
         yield ForwardRequest(
             legs.decode_body(request, params, None, ask_token_ids=asked),
             set_headers=self._decode_headers(with_params=True),

@@ -110,12 +110,13 @@ class PrefillExchange(AttachingExchange):
             body = legs.rewritten_prefill_body(request, attachment.params, ids_text)
             result, prefilled = yield from self._call_attached(request, body)
             if prefilled is not None and prefilled.prompt_ids == prompt_ids:
-                self._note_reuse(attachment, prefilled)
+                yield from self._note_reuse(attachment, prefilled)
                 yield self._answer(request, result, prefilled)
                 return
             if prefilled is not None:
                 # P's KV mixes tokens nobody proved with the handle's, and so does its prefix cache from now on.
                 self.pool.prompt_ids_differed = True
+                self._in_doubt = None
                 self.receipt.reason, ids_text = Reason.PROMPT_IDS_DIFFER, None
                 cache_salt = self._own_cache_salt(request)
         body = legs.rewritten_prefill_body(request, cold_params, ids_text, cache_salt=cache_salt)

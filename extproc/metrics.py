@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from extproc import __version__
 from extproc.events import Leg
 from extproc.log_sink import SINK
-from extproc.receipt import Outcome, Reason
+from extproc.receipt import Outcome, Reason, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -61,6 +61,8 @@ TURNS: Final = Described(
     {"outcome": tuple(Outcome), "reason": ("", *Reason)},
 )
 LIVE: Final = Described("kvloop_live_requests", Gauge, "Requests being served now.")
+PREPARING: Final = Described("kvloop_preparing_requests", Gauge, "Those of them that D has not got yet.")
+BODY_BYTES: Final = Described("kvloop_request_body_bytes", Gauge, "Bodies of the requests being served.")
 PROMPT_TOKENS: Final = Described(
     "kvloop_prompt_tokens_total", Counter, "Prompt tokens of the turns that had a prefill leg."
 )
@@ -94,10 +96,11 @@ LEGS: Final = Described(
 CAPTURED: Final = Described(
     "kvloop_handles_captured_total",
     Counter,
-    "Handles seen in D's answers, by fate: `kept` for the next turn, `released` at once, or why they were refused.",
+    "Handles in D's answers, by fate: `kept` for the next turn, `released` at once, `absent` where D published none, or why"
+    " they were refused.",
     {
         "fate": (
-            *("kept", "released", "too_large", "loopback_host"),
+            *("kept", "released", "absent", "too_large", "loopback_host", "foreign_host"),
             *("not_an_object", "not_for_prefill", "push_mode", "incomplete", "empty"),
         )
     },
@@ -147,6 +150,12 @@ ABORTED: Final = Described(
     "ext_proc streams that ended in an error, each a broken request for its client.",
     {"error": ("EnvoyProtocolError", "EventTooLarge", "ResponseTooLarge", "other")},
 )
+ABANDONED: Final = Described(
+    "kvloop_abandoned_total",
+    Counter,
+    "Requests whose client left, by how far they had come.",
+    {"stage": tuple(Stage)},
+)
 PROMPT_IDS_DIFFER: Final = Described(
     "kvloop_prompt_ids_differed",
     Gauge,
@@ -176,9 +185,9 @@ BUILD: Final = Described(
 )
 
 TABLE: Final = (
-    *(TURNS, LIVE, PROMPT_TOKENS, HELD_TOKENS, REUSED_TOKENS, TTFT, TTFT_PARTS, LEGS),
+    *(TURNS, LIVE, PREPARING, BODY_BYTES, PROMPT_TOKENS, HELD_TOKENS, REUSED_TOKENS, TTFT, TTFT_PARTS, LEGS),
     *(CAPTURED, DROPPED, RELEASES, RELEASES_WAITING, KEPT, STORE_BYTES, ENGINE_TURNS, ENGINE_TOKENS, STORE_OPERATIONS),
-    *(FORBIDDEN, ABORTED, PROMPT_IDS_DIFFER, LOOP_LAG, TASKS, LOG_LINES_DROPPED, BUILD),
+    *(FORBIDDEN, ABORTED, ABANDONED, PROMPT_IDS_DIFFER, LOOP_LAG, TASKS, LOG_LINES_DROPPED, BUILD),
 )
 
 
@@ -195,7 +204,7 @@ class Metrics:
         self._legs = self._made(LEGS)
         self._captured, self._dropped, self._releases = map(self._made, (CAPTURED, DROPPED, RELEASES))
         self._store_operations = self._made(STORE_OPERATIONS)
-        self._forbidden, self._aborted = self._made(FORBIDDEN), self._made(ABORTED)
+        self._forbidden, self._aborted, self._abandoned = map(self._made, (FORBIDDEN, ABORTED, ABANDONED))
         self._loop_lag = self._made(LOOP_LAG)
         self._made(BUILD).info({"version": __version__, "python_version": platform.python_version()})
         self.watch(KEPT, store.__len__)
@@ -227,6 +236,7 @@ class Metrics:
             (self._releases, product(_DROP_REASONS, RELEASES.labels["result"])),
             (self._store_operations, product(_STORE_OPERATIONS)),
             (self._aborted, product(ABORTED.labels["error"])),
+            (self._abandoned, product(Stage)),
         ]
         for metric, series in first:
             for labels in series:
@@ -248,6 +258,8 @@ class Metrics:
         self._reused.inc(receipt.reused_tokens or 0)
         self._prompt.inc(receipt.prompt_tokens or 0)
         self._forbidden.inc(receipt.forbidden_fields_removed)
+        if receipt.abandoned is not None:
+            self._abandoned.labels(receipt.abandoned).inc()
         if receipt.captured is not None:
             self._captured.labels(receipt.captured).inc()
         if receipt.ttft_ms is not None:

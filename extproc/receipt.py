@@ -26,6 +26,19 @@ class Outcome(StrEnum):
     """Role decode: somebody else's decode leg, of which only the handle was of interest."""
 
 
+class Stage(StrEnum):
+    """How far a request had come when its client left. What each leaves behind: docs/handle-life.md."""
+
+    REQUEST = "request"
+    """It was still arriving, or being rendered; nothing was sent to P's engine."""
+    PREFILL = "prefill"
+    """P was at work, or done: what it computed waits for a D that never comes, until P's lease ends."""
+    DECODE = "decode"
+    """It was sent to D, which had not answered."""
+    RESPONSE = "response"
+    """D was answering."""
+
+
 class Reason(StrEnum):
     """Why a turn did not reuse everything. One word each, a bounded set, so that they can be counted."""
 
@@ -65,6 +78,8 @@ class Reason(StrEnum):
     """Role prefill: the orchestrator wants P's answer streamed, so there can be no second try behind its back."""
     NOT_PREFILL = "not_prefill"
     """Role prefill: nothing says that this request is a prefill leg."""
+    OVERLOADED = "overloaded"
+    """Refused at its headers, or while its body came: the gateway serves as many as it can."""
 
 
 @dataclass(slots=True)
@@ -81,6 +96,9 @@ class Receipt:
     conversation: str | None = None
     forbidden_fields_removed: int = 0
     captured: str | None = None
+    abandoned: Stage | None = None
+    refused_host: str | None = None
+    """The address in a handle that may not be used, and who sent it; for the log of those who run the gateway."""
     cached_tokens: int | None = None
     decode_ms: float | None = None
     """From the request's departure to D to the first piece of D's streamed answer."""

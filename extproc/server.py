@@ -16,8 +16,10 @@ from extproc.errors import ConfigError
 from extproc.gateway import RELEASE_TIMEOUT_SECONDS, Gateway
 from extproc.grpc_server import GrpcServer
 from extproc.log import configure_logging
+from extproc.readiness import Readiness
 from extproc.settings import GatewaySettings, unknown_variables
 from extproc.stream import PROCESS_PATH, serve_process
+from extproc.tls import prefill_context, server_context
 from extproc.tracing import start_tracing
 from extproc.workers_client import WorkersClient
 
@@ -44,16 +46,24 @@ async def serve(settings: GatewaySettings) -> None:
     secret = settings.worker_secret.get_secret_value() if settings.worker_secret else None
     api_key = settings.worker_api_key.get_secret_value() if settings.worker_api_key else None
     tracing = start_tracing(os.environ)
-    async with WorkersClient(settings.prefill_url, secret=secret, api_key=api_key) as client:
+    readiness = Readiness(settings.prefill_url)
+    client = WorkersClient(settings.prefill_url, secret=secret, api_key=api_key, tls=prefill_context(settings))
+    async with client:
         gateway = Gateway(settings, client, tracing)
         server = await _start_grpc(gateway, settings)
-        admin = await start_admin(gateway, settings)
-        background = asyncio.create_task(gateway.run_background())
+        server.is_serving = False  # not yet: see ``readiness``
+        admin = await start_admin(gateway, readiness, settings)
+        background = asyncio.create_task(_run_background(gateway, server, readiness))
         log.info("serving", listen=settings.listen, admin=settings.admin_listen, prefill=settings.prefill_url)
         try:
             await _stop_signal()
             log.info("draining", seconds=settings.drain_seconds)
-            await server.stop(settings.drain_seconds)
+            readiness.is_draining = True
+            server.is_serving = False
+            # Envoy has to notice first: what it sends here until then is still served.
+            delay = min(settings.drain_delay_seconds, settings.drain_seconds)
+            await asyncio.sleep(delay)
+            await server.stop(settings.drain_seconds - delay)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RELEASE_TIMEOUT_SECONDS):
                     await gateway.release_everything()
@@ -66,6 +76,15 @@ async def serve(settings: GatewaySettings) -> None:
             log.info("stopped")
 
 
+async def _run_background(gateway: Gateway, server: GrpcServer, readiness: Readiness) -> None:
+    def start_serving() -> None:
+        server.is_serving = not readiness.is_draining
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(gateway.run_background())
+        tasks.create_task(readiness.watch(start_serving))
+
+
 async def _start_grpc(gateway: Gateway, settings: GatewaySettings) -> GrpcServer:
     # Envoy sends body pieces of up to its connection buffer.
     server = GrpcServer(
@@ -73,8 +92,9 @@ async def _start_grpc(gateway: Gateway, settings: GatewaySettings) -> GrpcServer
         max_message_bytes=settings.request_max_bytes + settings.response_max_bytes,
     )
     host, _, port = settings.listen.rpartition(":")
+    context = server_context(settings)
     try:
-        await server.start(host.strip("[]"), int(port))
+        await server.start(host.strip("[]"), int(port), ssl=context)
     except OSError:
         raise ConfigError(
             f"cannot listen on {settings.listen}: in use or not ours; set KVLOOP_LISTEN to a free address"

@@ -9,10 +9,22 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from pathlib import Path  # noqa: TC003 - pydantic reads the annotations
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from extproc.handle_hosts import host_rules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,6 +79,23 @@ ListenAddress = Annotated[Address, AfterValidator(_with_a_real_port)]
 """Where this process listens. Of a larger port the system would take the last 16 bits, and listen elsewhere."""
 
 
+def _readable_host_rules(rules: tuple[str, ...]) -> tuple[str, ...]:
+    host_rules(rules)
+    return rules
+
+
+def _check_together(settings: BaseSettings, *names: str, needs: str = "") -> None:
+    """Raise ``ValueError`` unless all of these settings are set or none is, and then ``needs`` is set, too."""
+    given = [name for name in names if getattr(settings, name) is not None]
+    if given and len(given) < len(names):
+        missing = next(name for name in names if name not in given)
+        msg = f"{given[0]} is set, so {missing} must be set, too"
+        raise ValueError(msg)
+    if given and needs and getattr(settings, needs) is None:
+        msg = f"{given[0]} has no effect without {needs}"
+        raise ValueError(msg)
+
+
 class GatewaySettings(BaseSettings):
     """What the ext_proc service needs to know. One frozen object, handed to whoever reads a part of it."""
 
@@ -74,13 +103,27 @@ class GatewaySettings(BaseSettings):
 
     # --- where it listens and whom it calls -----------------------------------------------------------------
     listen: ListenAddress = Field("127.0.0.1:50051", description="gRPC address Envoy's ext_proc filter connects to.")
+    tls_certificate_file: Path | None = Field(
+        None, description="Certificate (chain) of the gRPC server, PEM. Unset: plaintext, for Envoy on this machine."
+    )
+    tls_key_file: Path | None = Field(None, description="Its private key.")
+    tls_client_ca_file: Path | None = Field(
+        None,
+        description="Authority of Envoy's client certificate; others are refused then. Files are read at start only.",
+    )
     admin_listen: ListenAddress = Field(
-        "127.0.0.1:9464", description="HTTP address of /metrics, /healthz and /debug/state."
+        "127.0.0.1:9464", description="HTTP address of /metrics, /healthz, /readyz and /debug/state."
     )
     prefill_url: Url = Field(
         "http://127.0.0.1:10001",
         description="Base URL of Envoy's prefill listener, which balances the prefill legs over the P pool.",
     )
+    prefill_ca_file: Path | None = Field(
+        None,
+        description="Authority of the prefill listener's certificate, where its URL is https; unset: the system's.",
+    )
+    prefill_certificate_file: Path | None = Field(None, description="Our client certificate for it.")
+    prefill_key_file: Path | None = Field(None, description="Its private key.")
     worker_secret: SecretStr | None = Field(
         None,
         description="Shared secret sent to workers on both legs; the worker guard refuses kv_transfer_params without it.",
@@ -140,6 +183,11 @@ class GatewaySettings(BaseSettings):
     single_host: bool = Field(
         default=False, description="Accept loopback addresses in handles. Only right when P and D share one machine."
     )
+    handle_hosts: Annotated[tuple[str, ...], AfterValidator(_readable_host_rules)] = Field(
+        (),
+        description="Hosts a handle may name, since P connects to them: names, *.domains, addresses, networks in CIDR."
+        " Others' handles are stripped and not kept. Empty: any but link-local and multicast addresses.",
+    )
 
     # --- under somebody else's P/D orchestrator (roles prefill and decode) -----------------------------------
     handle_owner: Literal["kvloop", "orchestrator"] = Field(
@@ -189,6 +237,17 @@ class GatewaySettings(BaseSettings):
     response_max_bytes: PositiveInt = Field(
         64 * Mebibyte, description="A non-streamed answer is held to strip it; beyond this it is cut off as an error."
     )
+    max_requests: PositiveInt = Field(
+        10_000, description="Requests served at once, streaming answers included; more get 503 with retry-after."
+    )
+    max_preparing_requests: PositiveInt = Field(
+        1_000,
+        description="Those of them that D has not got yet: arriving, rendered, prefilled. Above what P can prefill within"
+        " its time limit a queue only turns into timeouts.",
+    )
+    request_max_total_bytes: PositiveInt = Field(
+        2048 * Mebibyte, description="Bodies of all requests being served; what exceeds it gets 503 with retry-after."
+    )
     event_max_bytes: PositiveInt = Field(8 * Mebibyte, description="The same for one server-sent event.")
     handle_max_bytes: PositiveInt = Field(
         2 * Mebibyte, description="Larger handles are stripped but not kept. 131k tokens make about 64 KiB."
@@ -201,6 +260,16 @@ class GatewaySettings(BaseSettings):
     )
     prefill_timeout_seconds: PositiveFloat = Field(
         120.0, description="Cold prefill leg; then D prefills by itself. The longest prompt's prefill must fit."
+    )
+    preparation_timeout_seconds: PositiveFloat = Field(
+        150.0,
+        description="Everything of ours together, from a request's last byte until D gets it; legs that do not fit in are"
+        " given up or left out.",
+    )
+    drain_delay_seconds: NonNegativeFloat = Field(
+        3.0,
+        description="After SIGTERM health says NOT_SERVING, but requests are still taken for this long, so that Envoy's"
+        " health checks notice before anything is refused.",
     )
     drain_seconds: PositiveFloat = Field(
         600.0, description="After SIGTERM running streams may take this long; keep it above the longest answer."
@@ -216,6 +285,13 @@ class GatewaySettings(BaseSettings):
         "loopback",
         description="Whom /debug/state, which `kvloop top` shows, answers: conversations as hashes, addresses of engines.",
     )
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> GatewaySettings:
+        _check_together(self, "tls_certificate_file", "tls_key_file")
+        _check_together(self, "tls_client_ca_file", needs="tls_certificate_file")
+        _check_together(self, "prefill_certificate_file", "prefill_key_file")
+        return self
 
     @model_validator(mode="after")
     def _margin_fits(self) -> GatewaySettings:
@@ -281,6 +357,40 @@ class EnvoySettings(BaseSettings):
         description="Answered 404 on the client listener: vLLM paths that take kv_transfer_params unseen by ext_proc,"
         " or end other clients' requests (--enable-scale-out opens most of them).",
     )
+    certificate_file: Path | None = Field(
+        None, description="Certificate (chain) of the client listener, PEM. Unset: plaintext."
+    )
+    key_file: Path | None = Field(None, description="Its private key.")
+    prefill_certificate_file: Path | None = Field(None, description="Certificate of the prefill listener.")
+    prefill_key_file: Path | None = Field(None, description="Its private key.")
+    prefill_client_ca_file: Path | None = Field(
+        None, description="Authority of ext_proc's client certificate there; others are refused then."
+    )
+    extproc_ca_file: Path | None = Field(
+        None, description="Authority of ext_proc's certificate. Unset: plaintext, for ext_proc on this machine."
+    )
+    extproc_server_name: str | None = Field(None, description="The name that certificate must carry.")
+    extproc_certificate_file: Path | None = Field(None, description="Envoy's client certificate for ext_proc.")
+    extproc_key_file: Path | None = Field(None, description="Its private key.")
+    worker_ca_file: Path | None = Field(None, description="Authority of the workers' certificates. Unset: plaintext.")
+    worker_server_name: str | None = Field(None, description="The name those certificates must carry.")
+    worker_certificate_file: Path | None = Field(None, description="Envoy's client certificate for the workers.")
+    worker_key_file: Path | None = Field(None, description="Its private key.")
+    max_prefill_requests: PositiveInt = Field(
+        10_000, description="Legs under way at the P pool; Envoy answers more with 503 at once, and D serves alone."
+    )
+    max_decode_requests: PositiveInt = Field(
+        10_000, description="Requests under way at the D pool; clients get 503 with retry-after for more."
+    )
+    max_header_kilobytes: int = Field(
+        60, ge=1, le=8192, description="All headers of one request together; more get 431, as do more than 100 headers."
+    )
+    upload_timeout_seconds: PositiveFloat = Field(
+        300.0, description="A request whose body has not arrived by then gets 408, however steadily it trickles in."
+    )
+    max_heap_bytes: PositiveInt = Field(
+        2048 * Mebibyte, description="Envoy's memory; from 95% of it on new requests get 503 with retry-after."
+    )
     max_client_connections: PositiveInt = Field(
         10_000, description="Connections beyond it are closed at once. The prefill listener does not count."
     )
@@ -296,6 +406,16 @@ class EnvoySettings(BaseSettings):
         description="Share of the requests Envoy makes spans for; those of traced clients count as well.",
     )
     concurrency: PositiveInt | None = Field(None, description="Envoy worker threads; unset means one per core.")
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> EnvoySettings:
+        _check_together(self, "certificate_file", "key_file")
+        _check_together(self, "prefill_certificate_file", "prefill_key_file")
+        _check_together(self, "prefill_client_ca_file", needs="prefill_certificate_file")
+        for peer in ("extproc", "worker"):
+            _check_together(self, f"{peer}_ca_file", f"{peer}_server_name")
+            _check_together(self, f"{peer}_certificate_file", f"{peer}_key_file", needs=f"{peer}_ca_file")
+        return self
 
 
 _OTHERS_VARIABLES: Final = re.compile(

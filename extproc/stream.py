@@ -63,7 +63,7 @@ class ProcessStream:
         self._gateway = gateway
         self._responder = responder
         role = ROLES[responder.metadata(names.ROLE)]
-        self._exchange = role(gateway.settings, gateway.pool, responder.metadata(names.WORKER))
+        self._exchange = role(gateway.settings, gateway.pool, responder.metadata(names.WORKER), load=gateway.load)
         self._run: Generator[Effect, Any, None] | None = self._exchange.run()
         self._waiting: deque[bytes] = deque()
         self._is_ended = False

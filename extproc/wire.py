@@ -130,6 +130,8 @@ def _response_headers(answer: ForwardResponseHeaders) -> ProcessingResponse:
 def _chunk(answer: ForwardChunk) -> ProcessingResponse:
     response = ProcessingResponse()
     common = response.response_body.response
+    # Reading a part does not set it, and Envoy ends the request for an answer to nothing.
+    common.SetInParent()
     if answer.data == b"":
         common.body_mutation.clear_body = True
     elif answer.data is not None:

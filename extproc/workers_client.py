@@ -14,20 +14,30 @@ from extproc.events import Call, Leg, LegResult
 from extproc.worker_metrics import EngineLoad, read_engine_load
 
 if TYPE_CHECKING:
+    import ssl
+
     from extproc.events import Headers, Release
 
 
 class WorkersClient:
     """One connection pool for all exchanges of a process. Use as an async context manager."""
 
-    def __init__(self, prefill_url: str, *, secret: str | None = None, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        prefill_url: str,
+        *,
+        secret: str | None = None,
+        api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._tls = tls
         self._prefill_url = prefill_url
         self._secret: Headers = () if secret is None else ((names.SECRET, secret),)
         self._own_key: Headers = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
     async def __aenter__(self) -> Self:
         # Envoy balances and limits; a limit of our own would only hide a queue in front of it.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30, ssl=self._tls or True)
         self._session = aiohttp.ClientSession(
             connector=connector,
             skip_auto_headers=("Accept-Encoding", "User-Agent"),

@@ -422,6 +422,7 @@ class Stack:
             "KVLOOP_PREFILL_URL": f"http://{HOST}:{self.ports.envoy_prefill}",
             "KVLOOP_WORKER_SECRET": self.secret,
             "KVLOOP_SINGLE_HOST": "true",  # handles of this stack name 127.0.0.1, and rightly so
+            "KVLOOP_DRAIN_DELAY_SECONDS": "0",  # a stack that stops has no client to spare
             "KVLOOP_DRAIN_SECONDS": str(DRAIN_SECONDS),
             **self.options.extproc_env,
         }

@@ -219,9 +219,10 @@ class Replica:
                     self._release(effect)
                 effect = run.send(None)
 
-    def _call(self, call: Call) -> Generator[simpy.Event, Any, LegResult]:
+    def _call(self, call: Call, *, is_late: bool = False) -> Generator[simpy.Event, Any, LegResult]:
+        """Perform a call. ``is_late``: a release of what was sent once, when nobody can be reading it any more."""
         started = self.env.now
-        handle = None if call.leg is Leg.RENDER else self.handles.note(call.body)
+        handle = None if is_late or call.leg is Leg.RENDER else self.handles.note(call.body)
         worker = min((each for each in self.prefill if each.is_up), key=lambda _: self.dice.random(), default=None)
         yield self.env.timeout(self.dice.uniform(0, 2 * HOP_SECONDS))
         status, body, error = 503, b"", ""
@@ -257,7 +258,19 @@ class Replica:
             if drop.reason != "engine_gone":
                 self._release(Release(drop.turn.handle, drop.turn.model, drop.reason))
 
+    def _release_later(self, release: Release) -> Generator[simpy.Event, Any, None]:
+        queue = self._releases
+        yield self.env.timeout(release.after_seconds)
+        if queue is self._releases:  # else this process has been killed meanwhile
+            self._queue(release)
+
     def _release(self, release: Release) -> None:
+        if release.after_seconds:
+            self.env.process(self._release_later(release))
+        else:
+            self._queue(release)
+
+    def _queue(self, release: Release) -> None:
         self._releases.append(release)
         if self._releasing < RELEASES_AT_ONCE:
             self._releasing += 1
@@ -268,7 +281,7 @@ class Replica:
             release = queue.popleft()
             body = legs.release_body(release.handle, release.model)
             call = Call(Leg.RELEASE, legs.RELEASE_PATH, (), body, RELEASE_TIMEOUT_SECONDS)
-            result = yield from self._call(call)
+            result = yield from self._call(call, is_late=release.after_seconds > 0)
             self.released["freed" if result.status == HTTP_OK else "failed"] += 1
         if queue is self._releases:
             self._releasing -= 1

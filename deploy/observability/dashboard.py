@@ -191,6 +191,18 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             ((rate("kvloop_streams_aborted_total", "error"), "{{error}}"),),
         ),
         Panel(
+            "Waiting for their prefill",
+            "Requests D has not got yet; beyond a bound more are refused.",
+            "short",
+            (("sum by (instance) (kvloop_preparing_requests{{{}}})", "{{instance}}"),),
+        ),
+        Panel(
+            "Clients that left",
+            "By how far their request had come.",
+            "reqps",
+            ((rate("kvloop_abandoned_total", "stage"), "{{stage}}"),),
+        ),
+        Panel(
             "CPU",
             "Cores; one process uses one at most.",
             "short",
@@ -203,6 +215,7 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             (
                 ("process_resident_memory_bytes{{{}}}", "{{instance}}"),
                 ("kvloop_store_bytes{{{}}}", "{{instance}} handles"),
+                ("kvloop_request_body_bytes{{{}}}", "{{instance}} request bodies"),
             ),
         ),
         Panel(

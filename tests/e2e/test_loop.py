@@ -83,14 +83,15 @@ REWRITES: dict[str, Any] = {
     "regenerated": lambda doc, _: [user(doc)],
     "answer edited": lambda doc, said: [user(doc), assistant("x" + said[1:]), user("Go on.")],
     "answer dropped": lambda doc, _: [user(doc), user("Go on.")],
+    "reasoning stripped": lambda doc, said: [user(doc), assistant(said[len(said) // 2 :]), user("Go on.")],
     "replaced": lambda doc, said: [user(doc.upper()), assistant(said), user("Go on.")],
     "system prompt added": lambda doc, _: [{"role": "system", "content": "Be brief."}, user(doc), user("Go on.")],
 }
-KEEPS_A_BEGINNING = {"middle removed", "truncated", "regenerated", "answer edited", "answer dropped"}
+KEEPS_A_BEGINNING = {*REWRITES} - {"first character edited", "replaced", "system prompt added"}
 
 
 @pytest.mark.parametrize("rewrite", REWRITES)
-def test_hazard_04_a_rewritten_history_reads_only_what_is_proven(gateway: Gateway, rewrite: str) -> None:
+def test_hazard_01_04_a_rewritten_history_reads_only_what_is_proven(gateway: Gateway, rewrite: str) -> None:
     conversation, scores = fresh(), {"logprobs": True, "top_logprobs": 5}
     said = gateway.chat([user(DOCUMENT)], conversation).text
     history = REWRITES[rewrite](DOCUMENT, said)
@@ -105,6 +106,19 @@ def test_hazard_04_a_rewritten_history_reads_only_what_is_proven(gateway: Gatewa
         assert 0 < int(warm.receipt["reused"]) < int(warm.receipt["prompt"])
     else:
         assert (warm.receipt["outcome"], warm.receipt["reason"]) == ("cold", "history_differs")
+
+
+def test_hazard_02_reasoning_the_template_forgets_is_not_reused(gateway: Gateway) -> None:
+    """The client changes nothing, but once a user message follows, the template leaves the older reasoning out."""
+    conversation, scores = fresh(), {"logprobs": True, "top_logprobs": 5}
+    thought = assistant("<think>" + "The wind is what matters. " * 10 + "</think>At nine.")
+    gateway.chat([user(DOCUMENT), thought], conversation)
+    history = [user(DOCUMENT), thought, user("Go on.")]
+    warm, cold = gateway.chat(history, conversation, **scores), gateway.chat(history, **scores)
+    assert warm.receipt["outcome"] == "partial"
+    assert 0 < int(warm.receipt["reused"]) < int(warm.receipt["held"]) - 200
+    assert warm.first_logprobs == pytest.approx(cold.first_logprobs, abs=1e-3)
+    assert warm.text == cold.text
 
 
 def test_hazard_03_generated_tokens_the_tokenizer_would_not_make_are_not_assumed(gateway: Gateway) -> None:
@@ -211,6 +225,23 @@ def test_hazard_46_prompt_logprobs_are_answered_by_d_alone(gateway: Gateway) -> 
     reply = gateway.chat([user(DOCUMENT)], fresh(), prompt_logprobs=1, stream=False)
     assert len(reply.messages[0]["prompt_logprobs"]) > 500
     assert reply.receipt["reason"] == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_hazard_32_a_stop_string_leaves_no_handle_and_pins_nothing(gateway: Gateway, stream: bool) -> None:
+    before = gateway.stack.kv_cache_usage("decode")
+    conversation, history = fresh(), [user(DOCUMENT)]
+    whole = gateway.chat(history, None, max_tokens=20).text
+    wait_for(lambda: gateway.stack.kv_cache_usage("decode") <= before)
+    stopped = gateway.chat(history, conversation, max_tokens=20, stop=[whole[6:9]], stream=stream)
+    assert stopped.choices[-1]["finish_reason"] == "stop"
+    assert whole.startswith(stopped.text)
+    assert len(stopped.text) < len(whole)
+    wait_for(lambda: gateway.stack.kv_cache_usage("decode") <= before)
+    history += [assistant(stopped.text), user("Go on.")]
+    after = gateway.chat(history, conversation)
+    assert (after.receipt["outcome"], after.receipt["reason"]) == ("cold", "nothing_kept")
+    assert after.text == gateway.chat(history).text
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def with_digest(workers: Workers) -> bool:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_the_finish_chunk_of_a_stream_carries_the_handle_and_no_other_chunk_does(
+def test_hazard_33_34_the_finish_chunk_of_a_stream_carries_the_handle_and_no_other_chunk_does(
     workers: Workers, prompt: list[int], path: str
 ) -> None:
     params = {**workers.prefill(prompt), **({"prompt_token_ids": prompt} if path == CHAT else {})}

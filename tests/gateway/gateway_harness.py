@@ -13,9 +13,11 @@ import itertools
 import json
 import os
 import socket
+import ssl
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -142,6 +144,10 @@ class Gateway:
         replicas: int = 1,
         extproc_env: dict[str, str] | None = None,
         envoy: dict[str, Any] | None = None,
+        edit_envoy: Callable[[str], str] = lambda text: text,
+        worker_tls: ssl.SSLContext | None = None,
+        prefill_scheme: str = "http",
+        waits_for_extproc: bool = True,
     ) -> None:
         self.directory = directory
         self.secret = SECRET
@@ -151,6 +157,11 @@ class Gateway:
         )
         self.extproc_env = extproc_env or {}
         self._envoy_options = envoy or {}
+        self._edit_envoy = edit_envoy
+        self._prefill_scheme = prefill_scheme
+        self._waits_for_extproc = waits_for_extproc
+        for sim in self.fleet.workers:
+            sim.tls = worker_tls
         ports = free_ports(3 + 2 * replicas)
         self.port, self.prefill_port, self.admin_port = ports[:3]
         self._extproc_ports = _pairs(ports[3:])
@@ -382,17 +393,18 @@ class Gateway:
         self.wait_until_routable()
 
     def _write_envoy_configuration(self) -> None:
-        settings = EnvoySettings(
-            listen=f"{HOST}:{self.port}",
-            prefill_listen=f"{HOST}:{self.prefill_port}",
-            admin_listen=f"{HOST}:{self.admin_port}",
-            extproc=tuple(f"{HOST}:{grpc}" for grpc, _ in self._extproc_ports),
-            prefill=tuple(worker.address for worker in self.fleet.prefill),
-            decode=tuple(worker.address for worker in self.fleet.decode),
-            access_log=str(self.directory / "access.log"),
-            **{"health_interval_seconds": 0.25, **self._envoy_options},
-        )
-        (self.directory / "envoy.yaml").write_text(envoy_config.render(settings))
+        usual = {
+            "listen": f"{HOST}:{self.port}",
+            "prefill_listen": f"{HOST}:{self.prefill_port}",
+            "admin_listen": f"{HOST}:{self.admin_port}",
+            "extproc": tuple(f"{HOST}:{grpc}" for grpc, _ in self._extproc_ports),
+            "prefill": tuple(worker.address for worker in self.fleet.prefill),
+            "decode": tuple(worker.address for worker in self.fleet.decode),
+            "access_log": str(self.directory / "access.log"),
+            "health_interval_seconds": 0.25,
+        }
+        rendered = envoy_config.render(EnvoySettings(**{**usual, **self._envoy_options}))
+        (self.directory / "envoy.yaml").write_text(self._edit_envoy(rendered))
 
     def _extproc_component(self, replica: int) -> Component:
         return Component(
@@ -409,9 +421,10 @@ class Gateway:
             **inherited_environment(),
             "KVLOOP_LISTEN": f"{HOST}:{grpc_port}",
             "KVLOOP_ADMIN_LISTEN": f"{HOST}:{admin_port}",
-            "KVLOOP_PREFILL_URL": f"http://{HOST}:{self.prefill_port}",
+            "KVLOOP_PREFILL_URL": f"{self._prefill_scheme}://{HOST}:{self.prefill_port}",
             "KVLOOP_WORKER_SECRET": SECRET,
             "KVLOOP_SINGLE_HOST": "true",
+            "KVLOOP_DRAIN_DELAY_SECONDS": "0",
             "KVLOOP_DRAIN_SECONDS": "2",
             "KVLOOP_LOG_LEVEL": "debug",
             **self.extproc_env,
@@ -419,7 +432,8 @@ class Gateway:
 
     def _every_upstream_healthy(self) -> bool:
         health = self._upstream_health()
-        return bool(health) and all(health.values())
+        others = {} if self._waits_for_extproc else dict.fromkeys(grpc for grpc, _ in self._extproc_ports)
+        return bool(health) and all(healthy for port, healthy in health.items() if port not in others)
 
     def _upstream_health(self) -> dict[int, bool]:
         """Return, by port, whether Envoy holds an upstream for healthy; empty while Envoy does not answer."""

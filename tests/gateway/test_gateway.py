@@ -259,7 +259,7 @@ def test_hazard_42_steering_headers_of_clients_are_dropped(gateway) -> None:
         assert "x-data-parallel-rank" not in received.headers
 
 
-def test_logs_hold_no_prompt_no_answer_no_id(start_gateway) -> None:
+def test_hazard_09_logs_hold_no_prompt_no_answer_no_id(start_gateway) -> None:
     gateway = start_gateway()
     chat = gateway.new_chat()
     answer = chat.say(DOCUMENT, tenant="the-tenant-s-token")

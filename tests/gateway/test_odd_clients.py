@@ -134,7 +134,7 @@ def test_odd_headers_get_an_answer(gateway, line: str) -> None:
     assert status in {b"200", b"400", b"415"}
 
 
-def test_chunked_upload_with_trailers(gateway) -> None:
+def test_hazard_31_a_chunked_upload_with_trailers_is_answered(gateway) -> None:
     one = json.dumps({"model": "sim", "messages": [{"role": "user", "content": "one"}], "max_tokens": 5}).encode()
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as client:
         client.sendall(

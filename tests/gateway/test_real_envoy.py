@@ -549,7 +549,7 @@ def test_without_the_override_ext_proc_sees_every_byte(gateway: Gateway, stage: 
     assert b"".join(exchange.response_chunks) == answer.body == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
 
 
-def test_twenty_megabytes_pass_unchanged(gateway: Gateway, stage: Stage) -> None:
+def test_hazard_23_26_twenty_megabytes_pass_unchanged(gateway: Gateway, stage: Stage) -> None:
     body = bytes(range(256)) * (20 * 1024 * 1024 // 256)
     assert gateway.post(CHAT, body).json["bytes"] == len(body)
     (seen,) = stage.decode_seen
@@ -566,7 +566,7 @@ def test_one_conversation_stays_on_one_decode_worker(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("attempt", range(6))
-def test_a_replica_that_dies_before_answering_is_replaced_by_another(
+def test_hazard_07_25_a_replica_that_dies_before_answering_is_replaced_by_another(
     gateway: Gateway, stage: Stage, attempt: int
 ) -> None:
     body = b"x" * 20_000
@@ -575,7 +575,7 @@ def test_a_replica_that_dies_before_answering_is_replaced_by_another(
     assert [seen.body for seen in stage.decode_seen] == [body]
 
 
-def test_a_body_above_64_kib_is_not_replayed_but_refused_whole(gateway: Gateway, stage: Stage) -> None:
+def test_hazard_25_a_body_above_64_kib_is_not_replayed_but_refused_whole(gateway: Gateway, stage: Stage) -> None:
     answer = gateway.post(CHAT, b"x" * 70_000, x_test_script="die", x_test_mark="too large")
     assert (answer.status, answer.headers["retry-after"]) == (503, "1")
     assert len(stage.exchanges) == 1
@@ -598,7 +598,7 @@ STEERING = {
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/models"])
-def test_steering_headers_of_a_client_reach_nobody(gateway: Gateway, stage: Stage, path: str) -> None:
+def test_hazard_42_steering_headers_of_a_client_reach_nobody(gateway: Gateway, stage: Stage, path: str) -> None:
     answer = call(gateway.settings.listen, path, headers={**STEERING, "x-mine": "kept", "x-kvloop-end": "true"})
     assert answer.status == 200
     (seen,) = stage.decode_seen
@@ -698,14 +698,14 @@ def test_a_path_that_would_sneak_past_ext_proc_is_refused_in_json(
         "/files/a%20b%C3%A9?q=%0A",
     ],
 )
-def test_other_paths_pass_as_they_are_without_ext_proc(gateway: Gateway, stage: Stage, target: str) -> None:
+def test_hazard_48_other_paths_pass_as_they_are_without_ext_proc(gateway: Gateway, stage: Stage, target: str) -> None:
     assert gateway.post(target, b"bytes").status == 200
     (seen,) = stage.decode_seen
     assert (seen.target, seen.body, stage.exchanges) == (target, b"bytes", [])
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS"])
-def test_no_method_on_a_handled_path_avoids_ext_proc(gateway: Gateway, stage: Stage, method: str) -> None:
+def test_hazard_31_no_method_on_a_handled_path_avoids_ext_proc(gateway: Gateway, stage: Stage, method: str) -> None:
     assert call(gateway.settings.listen, CHAT, method=method, body=None).status == 200
     assert len(stage.exchanges) == 1
 
@@ -725,7 +725,7 @@ def _upgrade(address: str, path: str) -> tuple[bytes, socket.socket]:
     return head, connection
 
 
-def test_a_websocket_on_another_path_carries_messages(gateway: Gateway) -> None:
+def test_hazard_31_48_a_websocket_on_another_path_carries_messages(gateway: Gateway) -> None:
     head, connection = _upgrade(gateway.settings.listen, "/v1/realtime")
     with connection:
         assert head.startswith(b"HTTP/1.1 101 ")
@@ -733,7 +733,7 @@ def test_a_websocket_on_another_path_carries_messages(gateway: Gateway) -> None:
         assert connection.recv(4, socket.MSG_WAITALL) == b"\x81\x02hi"
 
 
-def test_a_websocket_on_a_handled_path_is_refused(gateway: Gateway, stage: Stage) -> None:
+def test_hazard_31_a_websocket_on_a_handled_path_is_refused(gateway: Gateway, stage: Stage) -> None:
     head, connection = _upgrade(gateway.settings.listen, CHAT)
     connection.close()
     assert head.startswith(b"HTTP/1.1 403 ")
@@ -744,7 +744,7 @@ def test_a_websocket_on_a_handled_path_is_refused(gateway: Gateway, stage: Stage
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/models"])
-def test_a_worker_that_resets_gets_the_request_once(gateway: Gateway, stage: Stage, path: str) -> None:
+def test_hazard_07_25_a_worker_that_resets_gets_the_request_once(gateway: Gateway, stage: Stage, path: str) -> None:
     answer = call(
         gateway.settings.listen,
         path,
@@ -755,7 +755,7 @@ def test_a_worker_that_resets_gets_the_request_once(gateway: Gateway, stage: Sta
     assert [len(seen.body) for seen in stage.decode_seen] == [100_000]
 
 
-def test_a_prefill_worker_that_resets_gets_the_leg_once(gateway: Gateway, stage: Stage) -> None:
+def test_hazard_07_25_a_prefill_worker_that_resets_gets_the_leg_once(gateway: Gateway, stage: Stage) -> None:
     answer = gateway.leg(CHAT, b"z" * 100_000, x_test_worker="reset")
     assert answer.status == 503
     assert [len(seen.body) for seen in stage.prefill_seen] == [100_000]
@@ -825,7 +825,7 @@ def test_without_the_verbatim_mark_it_is_reworded(gateway: Gateway) -> None:
     assert (answer.status, answer.json["error"]["code"]) == (503, "service_unavailable")
 
 
-def test_without_ext_proc_handled_paths_fail_closed_and_others_work(stage: Stage, tmp_path: Path) -> None:
+def test_hazard_29_without_ext_proc_handled_paths_fail_closed_and_others_work(stage: Stage, tmp_path: Path) -> None:
     with running(tmp_path, stage, extproc=tuple(free_addresses(1))) as gateway:
         answer = gateway.post(CHAT, b'{"kv_transfer_params": {}}')
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")

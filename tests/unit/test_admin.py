@@ -16,17 +16,20 @@ from extproc.debug_state import snapshot
 from extproc.errors import ConfigError
 from extproc.gateway import Gateway
 from extproc.pool import PoolKnowledge
+from extproc.readiness import Readiness
 from extproc.receipt import Outcome, Reason, Receipt
 from extproc.settings import GatewaySettings
 from extproc.store import MemoryStore
 
 
-def ask(path: str, **settings: Any) -> tuple[int, bytes]:
+def ask(path: str, *, is_draining: bool = False, is_reachable: bool = True, **settings: Any) -> tuple[int, bytes]:
     async def run() -> tuple[int, bytes]:
+        readiness = Readiness("http://127.0.0.1:10001")
+        readiness.is_draining, readiness._is_reachable = is_draining, is_reachable
         chosen = GatewaySettings(admin_listen="127.0.0.1:0", **settings)
         gateway = Gateway(chosen, SimpleNamespace())
         gateway.store.put(key(1), turn())
-        admin = await start_admin(gateway, chosen)
+        admin = await start_admin(gateway, readiness, chosen)
         host, port = admin.addresses[0]
         async with ClientSession() as session, session.get(f"http://{host}:{port}{path}") as response:
             answer = response.status, await response.read()
@@ -34,6 +37,14 @@ def ask(path: str, **settings: Any) -> tuple[int, bytes]:
         return answer
 
     return asyncio.run(run())
+
+
+def test_a_replica_is_ready_when_envoy_s_prefill_listener_is_reached_and_until_it_drains() -> None:
+    assert ask("/readyz") == (200, b"ok\n")
+    assert ask("/readyz", is_draining=True) == (503, b"draining\n")
+    status, text = ask("/readyz", is_reachable=False)
+    assert (status, b"127.0.0.1:10001 does not answer (KVLOOP_PREFILL_URL)" in text) == (503, True)
+    assert ask("/healthz", is_draining=True, is_reachable=False) == (200, b"ok\n"), "a restart would mend neither"
 
 
 def test_the_state_is_json() -> None:
@@ -80,7 +91,7 @@ def test_a_taken_port_is_named_with_the_fix() -> None:
         port = server.sockets[0].getsockname()[1]
         settings = GatewaySettings(admin_listen=f"127.0.0.1:{port}")
         with pytest.raises(ConfigError, match="set KVLOOP_ADMIN_LISTEN to a free address"):
-            await start_admin(Gateway(settings, SimpleNamespace()), settings)
+            await start_admin(Gateway(settings, SimpleNamespace()), Readiness("http://x"), settings)
         server.close()
 
     asyncio.run(run())

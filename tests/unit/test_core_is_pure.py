@@ -11,6 +11,7 @@ import extproc
 
 PACKAGE = Path(extproc.__file__).parent
 CORE = (
+    "admission",
     "attaching",
     "budget",
     "capturing",
@@ -21,6 +22,7 @@ CORE = (
     "exchange",
     "gaps",
     "handle",
+    "handle_hosts",
     "headers",
     "http2",
     "http_exchange",
@@ -53,6 +55,7 @@ ALLOWED_OUTSIDE = {
     "collections",
     "dataclasses",
     "enum",
+    "functools",
     "hashlib",
     "hpack",
     "ipaddress",

@@ -107,13 +107,13 @@ def test_every_packed_message_names_its_type() -> None:
 # --- rules ----------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_retried_but_the_ext_proc_stream() -> None:
+def test_hazard_07_25_nothing_is_retried_but_the_ext_proc_stream() -> None:
     ((where, policy),) = found(rendered(), "retry_policy")
     assert where.endswith("/grpc_service")
     assert policy["retry_on"] == "connect-failure,reset,unavailable"
 
 
-def test_clients_cannot_switch_retries_on_by_header() -> None:
+def test_hazard_07_25_clients_cannot_switch_retries_on_by_header() -> None:
     ((_, extension),) = found(managers()["main"], "early_header_mutation_extensions")
     prefixes = [value for _, value in found(extension, "prefix")]
     assert prefixes == ["x-envoy-"]
@@ -142,22 +142,87 @@ def test_every_endpoint_has_a_watched_route_and_all_other_routes_are_unwatched()
     assert all(each["typed_per_filter_config"][EXT_PROC_FILTER].get("disabled") for each in routes[len(watched) :])
 
 
+def test_ext_proc_takes_part_in_nothing_but_its_routes() -> None:
+    """Envoy's own answer to what it cannot route would wait for ext_proc and be lost with the connection."""
+    assert managers()["main"]["http_filters"][0]["name"] == EXT_PROC_FILTER
+    assert managers()["main"]["http_filters"][0]["disabled"] is True
+
+
 def test_handled_paths_have_only_characters_that_envoy_decodes() -> None:
     """Percent-encoded letters and digits are decoded before routing; a path with others would have a second spelling."""
     assert [path for path in (each.path for each in ENDPOINTS) if not re.fullmatch(r"[A-Za-z0-9._~/-]+", path)] == []
 
 
-def test_no_stream_has_a_total_time_limit() -> None:
-    everything = rendered()
-    assert {value for _, value in found(everything, "request_timeout")} == {"0s"}
+def test_an_upload_has_a_time_limit_and_an_answer_has_none() -> None:
+    everything = rendered(upload_timeout_seconds=7)
+    assert {value for _, value in found(everything, "request_timeout")} == {"7s"}
     assert {value for where, value in found(everything, "timeout") if where.endswith("/route")} == {"0s"}
 
 
 @pytest.mark.parametrize("name", ["kvloop_extproc", "prefill", "decode"])
-def test_no_cluster_panics_or_limits_requests(name: str) -> None:
-    built = clusters()[name]
-    assert built["common_lb_config"]["healthy_panic_threshold"] == {}
-    assert min(built["circuit_breakers"]["thresholds"][0].values()) == 1_000_000
+def test_no_cluster_panics(name: str) -> None:
+    assert clusters()[name]["common_lb_config"]["healthy_panic_threshold"] == {}
+
+
+@pytest.mark.parametrize(("name", "limit"), [("kvloop_extproc", 1_000_000), ("prefill", 7), ("decode", 9)])
+def test_requests_at_workers_are_limited_and_connections_and_retries_elsewhere(name: str, limit: int) -> None:
+    (thresholds,) = clusters(max_prefill_requests=7, max_decode_requests=9)[name]["circuit_breakers"]["thresholds"]
+    assert thresholds.pop("max_connections") == thresholds.pop("max_retries") == 1_000_000
+    assert thresholds == {"max_pending_requests": limit, "max_requests": limit}
+
+
+def test_memory_ends_new_requests_before_it_ends_envoy() -> None:
+    manager = rendered(max_heap_bytes=1000)["overload_manager"]
+    heap = manager["resource_monitors"][1]
+    assert heap["typed_config"]["max_heap_size_bytes"] == "1000"
+    triggers = {action["name"]: action["triggers"][0] for action in manager["actions"]}
+    assert {trigger["name"] for trigger in triggers.values()} == {heap["name"]}
+    assert triggers["envoy.overload_actions.stop_accepting_requests"]["threshold"]["value"] == 0.95
+
+
+def sockets(tree: Any) -> dict[str, Any]:
+    """Transport sockets by where they stand: clusters and listeners by name."""
+    static = tree["static_resources"]
+    chains = {each["name"]: each["filter_chains"][0] for each in static["listeners"]}
+    found_there = {**chains, **{f"to {each['name']}": each for each in static["clusters"]}}
+    return {
+        name: where["transport_socket"]["typed_config"]
+        for name, where in found_there.items()
+        if "transport_socket" in where
+    }
+
+
+def test_without_certificates_everything_is_plaintext() -> None:
+    assert sockets(rendered()) == {}
+
+
+def test_certificates_stand_where_their_settings_say() -> None:
+    files = {f"{name}_file": f"/{name}" for name in (
+        "certificate", "key", "prefill_certificate", "prefill_key", "prefill_client_ca", "extproc_ca",
+        "extproc_certificate", "extproc_key", "worker_ca", "worker_certificate", "worker_key",
+    )}  # fmt: skip
+    built = sockets(rendered(**files, extproc_server_name="e.example", worker_server_name="w.example"))
+    assert set(built) == {"main", "prefill", "to kvloop_extproc", "to prefill", "to decode"}
+    shown = {name: list(dict.fromkeys(value for _, value in found(each, "filename"))) for name, each in built.items()}
+    assert shown == {
+        "main": ["/certificate", "/key"],
+        "prefill": ["/prefill_certificate", "/prefill_key", "/prefill_client_ca"],
+        "to kvloop_extproc": ["/extproc_certificate", "/extproc_key", "/extproc_ca"],
+        "to prefill": ["/worker_certificate", "/worker_key", "/worker_ca"],
+        "to decode": ["/worker_certificate", "/worker_key", "/worker_ca"],
+    }
+    assert built["prefill"]["require_client_certificate"] is True
+    assert not built["main"].get("require_client_certificate")
+    for name, server in (("to kvloop_extproc", "e.example"), ("to prefill", "w.example"), ("to decode", "w.example")):
+        assert built[name]["sni"] == server
+        assert [value for _, value in found(built[name], "exact")] == [server], "an authority alone names nobody"
+    assert {value for _, value in found(built, "tls_minimum_protocol_version")} == {"TLSv1_2"}
+
+
+def test_nothing_rendered_listens_beyond_loopback_by_default() -> None:
+    tree = rendered()
+    bound = [tree["admin"]["address"], *(each["address"] for each in tree["static_resources"]["listeners"])]
+    assert [address["socket_address"]["address"] for address in bound] == ["127.0.0.1"] * 3
 
 
 # --- settings -----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from world import BLOCK_SIZE, ENGINE, FOR_DECODE, Seen, World, handle_params, receipt_of, sse
 
 from extproc import proof
+from extproc.admission import Load
 from extproc.errors import EnvoyProtocolError
 from extproc.events import (
     Call,
@@ -34,7 +35,7 @@ from extproc.events import (
 )
 from extproc.handle import read_publication
 from extproc.identity import IdentityRules, find_conversation
-from extproc.receipt import Outcome, Reason
+from extproc.receipt import Outcome, Reason, Stage
 from extproc.settings import GatewaySettings
 from extproc.sse import EventTooLarge
 from extproc.store import StoredTurn
@@ -163,6 +164,7 @@ def test_hazard_06_a_slow_render_can_outlive_the_handle(world: World) -> None:
         return world.answer(200, {"token_ids": PROMPT})
 
     world.render = slow
+    world.settings = GatewaySettings(preparation_timeout_seconds=500)
     assert receipt_of(ask(world))["reason"] == "expired"
 
 
@@ -274,8 +276,9 @@ def test_hazard_18_a_failed_leg_with_a_handle_is_tried_once_more_without(world: 
     assert receipt_of(seen)["prefill_ms"] == "500.0"
     ids = [header(call.headers, "x-request-id") for call in seen.calls if call.leg is Leg.PREFILL]
     assert ids == ["r1-prefill-reuse", "r1-prefill-cold"]
-    # It may have been read: it neither comes back nor is released.
-    assert seen.releases == []
+    # It may have been read: it never comes back, and D is told only when P cannot be reading any more.
+    (release,) = seen.releases
+    assert release.after_seconds == world.settings.reuse_timeout_seconds
     assert len(world.store) == 0
 
 
@@ -336,7 +339,9 @@ def test_p_s_client_errors_reach_the_client_unchanged_and_no_decode_leg_is_sent(
 
 def test_a_p_that_computed_the_tokens_itself_is_a_failed_read(world: World) -> None:
     world.prefill = lambda _: prefilled(world, remote_prefill_cached_tokens=0)
-    assert receipt_of(ask(world))["reason"] == "read_failed"
+    seen = ask(world)
+    assert receipt_of(seen)["reason"] == "read_failed"
+    assert [release.reason for release in seen.releases] == ["read_failed"], "D may still hold what P did not read"
 
 
 def test_a_p_whose_own_cache_had_most_of_it_is_no_failed_read(world: World) -> None:
@@ -547,6 +552,14 @@ def test_impossible_token_ids_prove_nothing(world: World) -> None:
     assert ask(world, response=world.response(chunks)).receipt.captured == "released"
 
 
+def test_hazard_32_33_an_answer_without_handle_is_counted_and_the_next_turn_is_cold(world: World) -> None:
+    stopped = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "stop_reason": "###"}]}
+    seen = ask(world, response=world.response(sse(stopped)))
+    assert seen.receipt.captured == "absent"
+    assert seen.answers[-1] == ForwardChunk(None, {"captured": "absent"})
+    assert receipt_of(ask(world))["reason"] == "nothing_kept"
+
+
 def test_a_turn_without_conversation_frees_d_at_once(world: World) -> None:
     seen = ask(world, x_conversation_id="", response=world.response(final()))
     assert [release.reason for release in seen.releases] == ["no_conversation"]
@@ -559,6 +572,28 @@ def test_hazard_41_a_loopback_handle_is_not_kept(world: World) -> None:
     assert len(world.store) == 0
     assert seen.releases == []
     assert b"localhost" not in seen.client_body
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", "d-0.elsewhere", "127.1"])
+def test_a_handle_from_outside_the_configured_pools_is_stripped_and_not_kept(world: World, host: str) -> None:
+    world.settings = GatewaySettings(handle_hosts=("10.0.0.0/8", "*.pool"), single_host=True)
+    seen = ask(world, response=world.response(final(remote_host=host)))
+    assert seen.receipt.captured == "foreign_host"
+    assert seen.receipt.refused_host == f"{host} from 10.0.0.7:8200"
+    assert host.encode() not in seen.client_body
+    assert (len(world.store), seen.releases) == (0, []), "P is sent nowhere, not even to release it"
+
+
+@pytest.mark.parametrize("host", ["10.9.9.9", "d-0.pool", "localhost"])
+def test_a_handle_from_the_configured_pools_is_kept(world: World, host: str) -> None:
+    world.settings = GatewaySettings(handle_hosts=("10.0.0.0/8", "*.pool"), single_host=True)
+    assert ask(world, response=world.response(final(remote_host=host))).receipt.captured == "kept"
+
+
+def test_a_refused_host_is_told_without_its_sender_where_envoy_names_none(world: World) -> None:
+    response = world.response(final(remote_host="169.254.169.254"))
+    response[0] = dataclasses.replace(response[0], upstream_address=None)
+    assert ask(world, response=response).receipt.refused_host == "169.254.169.254"
 
 
 def test_hazard_41_on_a_single_host_it_is(world: World) -> None:
@@ -759,6 +794,59 @@ def test_hazard_23_an_announced_oversize_is_refused_before_it_arrives(world: Wor
     assert seen.refused.status == 413
 
 
+@pytest.mark.parametrize("bound", ["max_requests", "max_preparing_requests"])
+def test_overload_is_refused_at_the_headers_with_the_time_to_come_again(world: World, bound: str) -> None:
+    world.settings = GatewaySettings(**{bound: 1})
+    world.load.requests = world.load.preparing = 1
+    seen = ask(world)
+    assert seen.refused.status == 503
+    assert orjson.loads(seen.refused.body)["error"]["code"] == "overloaded"
+    assert header(seen.refused.headers, "retry-after") == "1"
+    assert (seen.receipt.outcome, seen.receipt.reason) == (Outcome.REFUSED, Reason.OVERLOADED)
+    assert seen.received == 1, "the body was not waited for"
+    assert len(world.store) == 1, "and nothing was taken"
+
+
+def test_bodies_that_exceed_their_bound_together_are_refused(world: World) -> None:
+    world.settings = GatewaySettings(request_max_total_bytes=1000)
+    world.load.body_bytes = 990
+    assert ask(world).receipt.reason is Reason.OVERLOADED
+    assert world.load == Load(body_bytes=990)
+
+
+@pytest.mark.parametrize("leave_at", [*range(12), None])
+def test_whatever_happens_the_load_is_given_back(world: World, leave_at: int | None) -> None:
+    events = [*world.request(CHAT, x_conversation_id="c1"), *world.response(final(210))]
+    world.run(events, leave_at=leave_at)
+    assert world.load == Load()
+
+
+def test_a_request_that_was_sent_to_d_waits_for_its_prefill_no_more(world: World) -> None:
+    seen = ask(world)
+    length = len(orjson.dumps(CHAT))
+    assert seen.loads[Call] == Load(requests=1, preparing=1, body_bytes=length)
+    assert seen.loads[ForwardResponseHeaders] == Load(requests=1, preparing=0, body_bytes=length)
+
+
+def test_our_part_has_a_deadline_beyond_which_d_serves_alone(world: World) -> None:
+    world.settings = GatewaySettings(preparation_timeout_seconds=20.0)
+    start = world.now
+
+    def render(_: Call) -> LegResult:
+        world.now += 15
+        return world.answer(200, {"token_ids": PROMPT})
+
+    def parked(_: Call) -> LegResult:
+        world.now += 5
+        return world.answer(0, b"", error="timeout")
+
+    world.render, world.prefill = render, parked
+    seen = ask(world)
+    assert [call.timeout_seconds for call in seen.calls] == [5.0, 5.0], "render, then what is left; no cold leg"
+    assert world.now == start + 20
+    assert (receipt_of(seen)["outcome"], receipt_of(seen)["reason"]) == ("decode_only", "prefill_timeout")
+
+
 def test_an_absurd_content_length_is_too_large(world: World) -> None:
     headers = ((":method", "POST"), (":path", "/v1/completions"), ("content-length", "9" * 5000))
     assert world.run([RequestHeaders(headers, end_of_stream=False, at=0)]).refused.status == 413
@@ -863,9 +951,21 @@ def test_hazard_16_28_leaving_at_any_point_loses_no_handle_silently(world: World
     """A taken handle is sent to P or released; one never taken stays. Nothing is stored of a half-seen turn."""
     seen = world.run([*world.request(CHAT, x_conversation_id="c1"), *world.response(final(210))], leave_at=leave_at)
     sent = sum("remote_engine_id" in body["kv_transfer_params"] for body in seen.leg_bodies(Leg.PREFILL))
-    released = len(seen.releases)
+    released = sum(release.after_seconds == 0 for release in seen.releases)
     still_kept = len(world.store) - (seen.receipt.captured == "kept")
     assert sent + released + still_kept == 1
+    # Sent and perhaps not read: D is told later.
+    in_doubt = [release.reason for release in seen.releases if release.after_seconds]
+    assert in_doubt == (["abandoned"] if seen.receipt.abandoned is Stage.PREFILL else [])
+
+
+def test_hazard_15_16_how_far_a_request_had_come_is_known_when_its_client_leaves(world: World) -> None:
+    stages = []
+    for leave_at in range(11):
+        kept(world)
+        events = [*world.request(CHAT, x_conversation_id="c1"), *world.response(b": 1\n\n")]
+        stages.append(world.run(events, leave_at=leave_at).receipt.abandoned)
+    assert [stage for stage, _ in itertools.groupby(stages)] == [*Stage]
 
 
 @pytest.mark.parametrize("cut", range(6))
@@ -882,10 +982,11 @@ def test_cutting_request_and_response_differently_changes_nothing(cuts: list[int
         world.render = lambda _: world.answer(200, {"token_ids": PROMPT})
         kept(world)
         opening = world.request(CHAT, x_conversation_id="c1")[0]
-        request = [RequestBody(p, end_of_stream=False, at=0) for p in split(orjson.dumps(CHAT), body_cuts)]
-        response = [ResponseBody(p, end_of_stream=False, at=0) for p in split(final(210), response_cuts)]
+        now = world.now
+        request = [RequestBody(p, end_of_stream=False, at=now) for p in split(orjson.dumps(CHAT), body_cuts)]
+        response = [ResponseBody(p, end_of_stream=False, at=now) for p in split(final(210), response_cuts)]
         headers, end = world.response()[0], world.response()[-1]
-        request_end = RequestBody(b"", end_of_stream=True, at=0)
+        request_end = RequestBody(b"", end_of_stream=True, at=now)
         seen = world.run([opening, *request, request_end, headers, *response, end])
         return seen.client_body, seen.forwarded.body, captured_turn(world).handle.raw
 

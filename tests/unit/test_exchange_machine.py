@@ -106,6 +106,8 @@ class ExchangeMachine(RuleBasedStateMachine):
         self.taken: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         self.released: Counter[str] = Counter()
+        self.released_late: Counter[str] = Counter()
+        """Of those that were sent: told to D when P cannot be reading any more."""
         self.refused_by_p: set[str] = set()
         self.gone: set[str] = set()
 
@@ -313,7 +315,9 @@ class ExchangeMachine(RuleBasedStateMachine):
         assert not [name for name, times in self.sent.items() if times > 1]
         assert not [name for name, times in self.released.items() if times > 1]
         both = self.sent.keys() & self.released.keys()
-        assert both <= self.refused_by_p, "released although P may have read it"
+        assert both <= self.refused_by_p, "released at once although P may be reading it"
+        assert not [name for name, times in self.released_late.items() if times > 1]
+        assert self.released_late.keys() <= self.sent.keys() - self.released.keys(), "waited for nothing"
 
     @invariant()
     def no_handle_is_lost(self) -> None:
@@ -389,8 +393,10 @@ class ExchangeMachine(RuleBasedStateMachine):
                 assert name_of(turn.handle.raw) not in self.sent, "given back although P may have read it"
                 del self.taken[name_of(turn.handle.raw)]
                 self.note_dropped(self.store.restore(key, turn))
-            case Release(handle):
+            case Release(handle, after_seconds=0.0):
                 self.note_release(handle.raw)
+            case Release(handle):
+                self.released_late[name_of(handle.raw)] += 1
             case LearnBlockSize():
                 pass
             case answer:

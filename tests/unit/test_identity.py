@@ -42,7 +42,7 @@ identities = st.tuples(parts, parts, parts, st.text("ab", min_size=1, max_size=3
 
 
 @given(identities, identities)
-def test_hazards_8_9_11_keys_are_equal_exactly_when_all_four_parts_are(
+def test_hazard_08_09_11_keys_are_equal_exactly_when_all_four_parts_are(
     one: tuple[str, str, str, str], other: tuple[str, str, str, str]
 ) -> None:
     def of(identity: tuple[str, str, str, str]) -> ConversationKey | None:
@@ -52,15 +52,15 @@ def test_hazards_8_9_11_keys_are_equal_exactly_when_all_four_parts_are(
     assert (of(one) == of(other)) == (one == other)
 
 
-def test_hazard_8_one_id_is_one_conversation() -> None:
+def test_hazard_08_one_id_is_one_conversation() -> None:
     assert key() == key()
 
 
-def test_hazard_9_another_tenant_with_my_id_has_another_key() -> None:
+def test_hazard_09_another_tenant_with_my_id_has_another_key() -> None:
     assert len({key(tenant=tenant) for tenant in ("Bearer A", "Bearer B", "bearer A", None)}) == 4
 
 
-def test_hazard_9_a_key_tells_neither_id_nor_tenant() -> None:
+def test_hazard_09_a_key_tells_neither_id_nor_tenant() -> None:
     found = key("my-secret-chat", "Bearer sk-1")
     assert found is not None
     assert len(found.digest) == 16
@@ -140,13 +140,13 @@ def test_a_field_that_is_neither_text_nor_integer_is_refused(value: Any) -> None
         found(conversation_id=value, session_id="c")
 
 
-def test_hazard_8_a_header_that_says_two_things_is_refused() -> None:
+def test_hazard_08_a_header_that_says_two_things_is_refused() -> None:
     with pytest.raises(InvalidConversationId):
         found((("x-conversation-id", "a"), ("x-conversation-id", "b")))
 
 
 @pytest.mark.parametrize("value", ["a\x00", "a\nb", "\x7f", "\x85", "\u2028", "a\u200bb", "\ud800"])
-def test_hazard_9_control_characters_are_refused(value: str) -> None:
+def test_hazard_09_control_characters_are_refused(value: str) -> None:
     with pytest.raises(InvalidConversationId):
         found((("x-conversation-id", value),))
     with pytest.raises(InvalidConversationId):
@@ -157,7 +157,7 @@ def test_hazard_9_control_characters_are_refused(value: str) -> None:
     ("value", "is_accepted"),
     [("c" * 16, True), ("c" * 17, False), ("é" * 8, True), ("é" * 9, False), ("🧊" * 5, False)],
 )
-def test_hazard_9_ids_are_bounded_in_bytes(value: str, *, is_accepted: bool) -> None:
+def test_hazard_09_ids_are_bounded_in_bytes(value: str, *, is_accepted: bool) -> None:
     try:
         accepted = found(conversation_id=value) is not None
     except InvalidConversationId:
@@ -165,7 +165,7 @@ def test_hazard_9_ids_are_bounded_in_bytes(value: str, *, is_accepted: bool) -> 
     assert accepted == is_accepted
 
 
-def test_hazard_9_a_huge_number_is_bounded_like_text() -> None:
+def test_hazard_09_a_huge_number_is_bounded_like_text() -> None:
     with pytest.raises(InvalidConversationId):
         found(conversation_id=10**16)
 

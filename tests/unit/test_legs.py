@@ -54,7 +54,7 @@ def expected_leg(raw: bytes, endpoint: Endpoint, ids: bytes | None, drop: set[st
 
 
 @given(bodies, endpoints, ids_or_none)
-def test_hazards_22_47_the_prefill_leg_drops_the_table_and_keeps_every_other_byte(
+def test_hazard_22_47_the_prefill_leg_drops_the_table_and_keeps_every_other_byte(
     text: str, endpoint: Endpoint, ids: bytes | None
 ) -> None:
     client = request(text, endpoint)
@@ -142,7 +142,7 @@ def test_hazard_22_a_field_that_shapes_the_prompt_reaches_p(name: str) -> None:
 
 
 @given(text=bodies, endpoint=endpoints, ids=ids_or_none, ask=st.booleans())
-def test_hazards_21_47_the_decode_leg_is_the_clients_request_and_what_makes_it_a_decode_leg(
+def test_hazard_21_47_the_decode_leg_is_the_clients_request_and_what_makes_it_a_decode_leg(
     text: str, endpoint: Endpoint, ids: bytes | None, *, ask: bool
 ) -> None:
     client = request(text, endpoint)

@@ -56,7 +56,7 @@ def test_a_continued_history_is_proven_to_its_last_token(held: list[int], suffix
 
 
 @given(lengths.filter(bool), st.data())
-def test_hazard_4_one_edited_token_ends_the_proof_there(length: int, data: st.DataObject) -> None:
+def test_hazard_04_one_edited_token_ends_the_proof_there(length: int, data: st.DataObject) -> None:
     held = list(range(length))
     at = data.draw(st.integers(0, length - 1))
     prompt = [*held[:at], held[at] + 1, *held[at + 1 :], 7, 7]
@@ -64,7 +64,7 @@ def test_hazard_4_one_edited_token_ends_the_proof_there(length: int, data: st.Da
     assert common_prefix(fingerprint(held), prompt) == (at if at >= whole else at // CHUNK_TOKENS * CHUNK_TOKENS)
 
 
-def test_hazard_4_a_removed_middle_is_not_proven_although_the_rest_is_the_same() -> None:
+def test_hazard_04_a_removed_middle_is_not_proven_although_the_rest_is_the_same() -> None:
     held = [*range(64), *range(100, 164), *range(200, 264)]
     assert common_prefix(fingerprint(held), [*range(64), *range(200, 264)]) == 64
 

@@ -75,7 +75,7 @@ def turns(draw: st.DrawFn) -> tuple[list[int], list[int], int, int, int]:
 
 
 @given(turns(), st.sampled_from([1, 16, 64]), st.sampled_from([0, 0, 1]))
-def test_hazards_1_to_5_whatever_is_attached_was_computed_from_exactly_this_prompt(
+def test_hazard_01_02_03_04_05_whatever_is_attached_was_computed_from_exactly_this_prompt(
     turn: tuple[list[int], list[int], int, int, int], min_tokens: int, extra_blocks: int
 ) -> None:
     held, prompt, kept, known, block_size = turn
@@ -167,7 +167,7 @@ HELD = list(range(200))
         ([*HELD, 7], 60, 16, 64, Reason.TOO_SHORT),
     ],
 )
-def test_hazard_4_each_way_a_history_goes_on_has_its_verdict(
+def test_hazard_04_each_way_a_history_goes_on_has_its_verdict(
     prompt: list[int], known: int, block_size: int | None, min_tokens: int, expected: Any
 ) -> None:
     turn = stored(200, fingerprint(HELD[:known]), block_size or 16)

@@ -174,6 +174,40 @@ def test_a_pattern_finds_a_conversation_or_stops_the_start() -> None:
             GatewaySettings(conversation_patterns={"x-request-id": wrong})
 
 
+@pytest.mark.parametrize(
+    ("kind", "given", "complaint"),
+    [
+        (GatewaySettings, {"tls_certificate_file": "/c"}, "tls_certificate_file is set, so tls_key_file must be set"),
+        (GatewaySettings, {"tls_key_file": "/k"}, "tls_key_file is set, so tls_certificate_file must be set"),
+        (
+            GatewaySettings,
+            {"tls_client_ca_file": "/a"},
+            "tls_client_ca_file has no effect without tls_certificate_file",
+        ),
+        (GatewaySettings, {"prefill_key_file": "/k"}, "prefill_certificate_file must be set"),
+        (EnvoySettings, {"certificate_file": "/c"}, "key_file must be set"),
+        (EnvoySettings, {"prefill_client_ca_file": "/a"}, "no effect without prefill_certificate_file"),
+        (EnvoySettings, {"extproc_ca_file": "/a"}, "extproc_server_name must be set"),
+        (EnvoySettings, {"worker_certificate_file": "/c", "worker_key_file": "/k"}, "no effect without worker_ca_file"),
+    ],
+)
+def test_half_of_a_tls_configuration_stops_the_start(kind: Any, given: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        kind(**given)
+
+
+@pytest.mark.parametrize("kind", [GatewaySettings, EnvoySettings])
+def test_nothing_listens_beyond_loopback_by_default(kind: Any) -> None:
+    listens = {name: field.default for name, field in kind.model_fields.items() if "listen" in name}
+    assert len(listens) >= 2
+    assert {address.rpartition(":")[0] for address in listens.values()} == {"127.0.0.1"}
+
+
+def test_a_rule_for_handles_hosts_that_is_none_stops_the_start() -> None:
+    with pytest.raises(ValidationError, match=r"neither a host name, nor \*\.domain, nor an address or network"):
+        GatewaySettings(handle_hosts=("10.0.0.0/33",))
+
+
 def test_settings_do_not_change_after_the_start() -> None:
     with pytest.raises(ValidationError):
         GatewaySettings().reuse = False  # type: ignore[misc]

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc import sse
 from extproc.sse import EventSplitter, EventTooLarge, event_data, replace_data
 
 LARGE = 10**6
@@ -172,6 +175,33 @@ def test_after_a_flush_the_splitter_is_as_new() -> None:
     assert splitter.flush() == b"data: a\n"
     assert splitter.flush() == b""
     assert splitter.feed(b"\ndata: b\n\n") == [b"\ndata: b\n\n"]
+
+
+class CountingPattern:
+    """Stands for a compiled pattern and counts the bytes it is made to look at."""
+
+    def __init__(self, pattern: re.Pattern[bytes]) -> None:
+        self.pattern = pattern
+        self.bytes_searched = 0
+
+    def finditer(self, data: bytes, start: int) -> Iterator[re.Match[bytes]]:
+        self.bytes_searched += len(data) - start
+        return self.pattern.finditer(data, start)
+
+
+@pytest.mark.parametrize("line_bytes", [1 << 30, 100], ids=["one line", "many lines"])
+def test_hazard_43_a_handle_of_a_megabyte_in_small_pieces_is_searched_once(
+    monkeypatch: pytest.MonkeyPatch, line_bytes: int
+) -> None:
+    counting = CountingPattern(sse._EVENT_END)
+    monkeypatch.setattr(sse, "_EVENT_END", counting)
+    blocks = b"".join(b"%d,%s" % (at, b"\n" * (at % line_bytes == 0 < at)) for at in range(180_000))
+    event = b"data: " + blocks + b"\n\n"
+    assert len(event) > 1 << 20
+    splitter = sse.EventSplitter(len(event))
+    pieces = [event[at : at + 512] for at in range(0, len(event), 512)]
+    assert [found for piece in pieces for found in splitter.feed(piece)] == [event]
+    assert counting.bytes_searched <= len(event) + 3 * len(pieces)
 
 
 def test_hazard_43_an_event_may_be_exactly_as_large_as_the_bound() -> None:

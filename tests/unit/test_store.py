@@ -154,7 +154,7 @@ class TestStore(StoreMachine.TestCase):  # type: ignore[misc,name-defined]
     settings = settings(max_examples=60, stateful_step_count=30)
 
 
-def test_hazard_7_a_kept_turn_is_taken_once() -> None:
+def test_hazard_07_a_kept_turn_is_taken_once() -> None:
     store = MemoryStore(max_conversations=10, max_bytes=10**6)
     kept = turn()
     assert store.put(key(1), kept) == []
@@ -204,7 +204,7 @@ def test_turns_may_fill_the_store_to_the_last_byte() -> None:
 
 
 @pytest.mark.parametrize(("now", "expired"), [(9.999, 0), (10.0, 1), (10.5, 1), (20.0, 2)])
-def test_hazard_6_a_turn_expires_at_its_deadline(now: float, expired: int) -> None:
+def test_hazard_06_a_turn_expires_at_its_deadline(now: float, expired: int) -> None:
     store = MemoryStore(max_conversations=10, max_bytes=10**6)
     store.put(key(1), turn(deadline=10.0))
     store.put(key(2), turn(deadline=20.0))

@@ -75,7 +75,7 @@ def naturally(message: dict[str, Any], *, streamed: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", EVERY)
-def test_the_client_gets_what_vllm_sends_when_nobody_asks(path: Path) -> None:
+def test_hazard_49_the_client_gets_what_vllm_sends_when_nobody_asks(path: Path) -> None:
     body = path.read_bytes()
     client, _ = feed(fold_for(path), [body])
     streamed = "-stream-" in path.name
@@ -280,7 +280,7 @@ def test_hazard_49_other_chunks_do(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("text", [b"not json kv_transfer_params", b'"token_ids"', b"[1]", b'{"token_ids', b"[DONE]"])
-def test_what_cannot_be_read_is_forwarded_as_it_came(text: bytes) -> None:
+def test_hazard_19_what_cannot_be_read_is_forwarded_as_it_came(text: bytes) -> None:
     body = b"data: " + text + b"\n\n"
     assert feed(StreamedTurn(ASKS), [body])[0] == body
     assert feed(WholeTurn(ASKS), [text])[0] == text

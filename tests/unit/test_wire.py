@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from extproc import wire
 from extproc.errors import EnvoyProtocolError
 from extproc.events import (
+    Answer,
     Ended,
     ForwardChunk,
     ForwardRequest,
@@ -92,6 +93,30 @@ def test_an_unchanged_chunk_is_one_constant_message_without_mutation() -> None:
     assert not response.response_body.response.HasField("body_mutation")
 
 
+METADATA = {"captured": "kept"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "kinds"),
+    [
+        (ForwardRequest(None), ["request_headers"]),
+        (ForwardRequest(b""), ["request_headers", "request_body"]),
+        (ForwardRequest(b"", had_trailers=True), ["request_headers", "request_body", "request_trailers"]),
+        (ForwardResponseHeaders(watch=False), ["response_headers"]),
+        (ForwardResponseHeaders(watch=True), ["response_headers"]),
+        (ForwardResponseHeaders(watch=True, metadata=METADATA), ["response_headers"]),
+        (ForwardChunk(), ["response_body"]),
+        (ForwardChunk(None, METADATA), ["response_body"]),
+        (ForwardChunk(b""), ["response_body"]),
+        (ForwardChunk(b"x", METADATA), ["response_body"]),
+        (ForwardTrailers(), ["response_trailers"]),
+        (Reply(400, b"", headers=()), ["immediate_response"]),
+    ],
+)
+def test_hazard_31_every_answer_says_which_message_it_answers(answer: Answer, kinds: list[str]) -> None:
+    assert [message.WhichOneof("response") for message in written(answer)] == kinds
+
+
 def test_a_replaced_chunk_carries_its_bytes_and_an_emptied_one_is_cleared() -> None:
     (replaced,) = written(ForwardChunk(b"new", {"captured": "kept"}))
     assert replaced.response_body.response.body_mutation.body == b"new"
@@ -106,7 +131,7 @@ def test_an_unchanged_chunk_with_metadata_changes_no_body() -> None:
     assert response.dynamic_metadata["kvloop"]["captured"] == "kept"
 
 
-def test_headers_are_written_as_raw_values_that_overwrite() -> None:
+def test_hazard_27_headers_are_written_as_raw_values_that_overwrite() -> None:
     headers, *_ = written(ForwardRequest(None, (("x-kvloop-conversation", "ab"),), ("accept-encoding",)))
     mutation = headers.request_headers.response.header_mutation
     (option,) = mutation.set_headers

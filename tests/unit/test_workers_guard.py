@@ -137,7 +137,7 @@ def play(guard: SecretGuard, messages: list[dict[str, Any]], *headers: tuple[byt
 CARRIES = b'{"kv_transfer_params": {}}'
 
 
-def test_a_stranger_is_refused_with_an_openai_error() -> None:
+def test_hazard_10_29_a_stranger_is_refused_with_an_openai_error() -> None:
     app = App()
     status, body = play(SecretGuard(app, SECRET), body_messages(CARRIES))
     assert (status, app.seen) == (403, [])
@@ -153,7 +153,7 @@ def test_a_stranger_is_refused_with_an_openai_error() -> None:
 
 @pytest.mark.parametrize("method", ["POST", "GET", "PUT", "DELETE"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/", "/invocations"])
-def test_every_method_and_path_is_guarded(method: str, path: str) -> None:
+def test_hazard_10_29_every_method_and_path_is_guarded(method: str, path: str) -> None:
     assert play(SecretGuard(App(), SECRET), body_messages(CARRIES), method=method, path=path)[0] == 403
 
 

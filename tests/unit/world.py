@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 import orjson
 
 from extproc import proof
+from extproc.admission import Load
 from extproc.events import (
     Answer,
     Call,
@@ -91,6 +93,10 @@ class Seen:
     releases: list[Release] = field(default_factory=list)
     learns: list[LearnBlockSize] = field(default_factory=list)
     client_body: bytes = b""
+    received: int = 0
+    """Events the exchange took from Envoy."""
+    loads: dict[type, Load] = field(default_factory=dict)
+    """The load at the last effect of each kind."""
 
     @property
     def forwarded(self) -> ForwardRequest:
@@ -141,6 +147,7 @@ class World:
     render: Worker | None = None
     prefill: Worker | None = None
     released: list[Release] = field(default_factory=list)
+    load: Load = field(default_factory=Load)
 
     def answer(self, status: int, body: Any, **fields: Any) -> LegResult:
         """A worker's answer at the present time."""
@@ -149,7 +156,7 @@ class World:
 
     def run(self, events: Iterable[Event], *, leave_at: int | None = None) -> Seen:
         """Play ``events``; the client leaves before the effect numbered ``leave_at``, if given."""
-        exchange = self.role(self.settings, self.pool, self.worker)
+        exchange = self.role(self.settings, self.pool, self.worker, load=self.load)
         seen = Seen(exchange.receipt)
         run = exchange.run()
         pending = iter([*events, *itertools.repeat(Ended(self.now), 3)])
@@ -167,9 +174,11 @@ class World:
             return seen
 
     def _perform(self, effect: Effect, pending: Any, seen: Seen, response: list[ResponseBody]) -> Any:
+        seen.loads[type(effect)] = dataclasses.replace(self.load)
         match effect:
             case Receive():
                 event = next(pending)
+                seen.received += 1
                 if isinstance(event, ResponseBody):
                     response.append(event)
                 return event

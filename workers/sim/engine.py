@@ -447,7 +447,8 @@ class Engine:
             self.counters.handles_released += not read
             self._free_retained(self.retained, request_id, "used")
         elif self._used.get(request_id) == "used":
-            self.counters.handles_used_twice += 1
+            # Nor does a release of what was read already.
+            self.counters.handles_used_twice += read
         else:
             # A late release reads nothing; vLLM only counts it.
             self.counters.handles_used_late += read

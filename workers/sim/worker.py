@@ -25,6 +25,7 @@ from workers.sim.peers import Registry, memory_to_json
 from workers.sim.runner import EngineRunner
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     from workers.sim import kv
@@ -73,6 +74,8 @@ class SimWorker:
         self.body_bytes_by_path: Counter[str] = Counter()
         self.tokenisations = 0
         self.unguarded_requests = 0
+        self.tls: ssl.SSLContext | None = None
+        """Serve TLS from the next start on; None for plaintext."""
         self.engine = self._new_engine()
         self.runner = EngineRunner(self.engine, settings.timing, registry)
         self._app_runner: web.AppRunner | None = None
@@ -102,7 +105,7 @@ class SimWorker:
         # Like vLLM, stop computing for a client that is gone.
         self._app_runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None)
         await self._app_runner.setup()
-        await web.SockSite(self._app_runner, listener).start()
+        await web.SockSite(self._app_runner, listener, ssl_context=self.tls).start()
 
     async def stop(self) -> None:
         """Stop listening and drop all connections and KV."""
