@@ -9,7 +9,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY extproc extproc
 COPY workers workers
 COPY bench bench
-RUN /venv/bin/python -m pip install --no-cache-dir '.[redis,otel]'
+RUN /venv/bin/python -m pip install --no-cache-dir '.[redis,otel,top]'
 
 FROM ${PYTHON_IMAGE}
 # Runs with a read-only root file system: nothing here is written to.

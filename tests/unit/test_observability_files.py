@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,15 @@ def test_every_alert_is_shown_to_fire() -> None:
         r"exp_samples: \[\{labels: '\{\}', value: (\d+)\}\]", (FILES / "alerts_test.yaml").read_text()
     )
     assert int(together) == len(ALERTS) - 1
+
+
+def test_the_readme_makes_a_prometheus_rule_of_the_alerts() -> None:
+    block = re.search(r"```\n(\{ printf.*?)\| kubectl apply -f -\n```", (FILES / "README.md").read_text(), re.DOTALL)
+    assert block
+    run = subprocess.run(["sh", "-c", block[1]], cwd=FILES, capture_output=True, text=True, check=True)  # noqa: S603, S607
+    resource = yaml.safe_load(run.stdout)
+    assert resource["kind"] == "PrometheusRule"
+    assert resource["spec"] == yaml.safe_load((FILES / "alerts.yaml").read_text())
 
 
 def test_grafana_finds_a_place_for_every_panel() -> None:
