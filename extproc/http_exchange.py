@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from extproc import headers as names
 from extproc import legs
@@ -102,6 +102,9 @@ class HttpExchange(ABC):
     the HTTP ``status`` of its answer and the ``upstream`` (``ip:port``) that gave it. ``worker``: the one P our calls shall
     go to, as Envoy's listener named it; empty means any.
     """
+
+    forwards_to: ClassVar[Leg | Literal["decode"]] = "decode"
+    """Which leg it is that goes on through Envoy."""
 
     settings: GatewaySettings
     pool: PoolKnowledge

@@ -16,7 +16,7 @@ from extproc import headers as names
 from extproc import legs
 from extproc.attaching import CLIENT_ERRORS, AttachingExchange, failure
 from extproc.errors import ClientError
-from extproc.events import Effect, ForwardRequest, LegResult, Reply, header
+from extproc.events import Effect, ForwardRequest, Leg, LegResult, Reply, header
 from extproc.http_exchange import OK
 from extproc.identity import handle_key
 from extproc.prompt_mark import put_mark
@@ -38,6 +38,8 @@ class PrefillExchange(AttachingExchange):
     """One prefill leg of an orchestrator."""
 
     __slots__ = ()
+
+    forwards_to = Leg.PREFILL
 
     def _serve(self) -> Generator[Effect, Any, None]:
         received = yield from self._receive_request()
@@ -160,6 +162,7 @@ class PrefillExchange(AttachingExchange):
         )
         body = WholeTurn(watch).feed(result.body, end=True) or b""
         headers = (("content-type", result.content_type), (names.RECEIPT, receipt))
+        self.status = result.status
         return Reply(result.status, body, headers, self.receipt.metadata())
 
 

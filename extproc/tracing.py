@@ -143,7 +143,7 @@ class TurnTrace:
     def __init__(self, tracing: Tracing, exchange: HttpExchange, metadata: Callable[[str], str]) -> None:
         self._tracing = tracing
         self._exchange = exchange
-        self._decode: Span | None = None
+        self._forwarded: Span | None = None
         request = exchange.request
         name = "turn" if request is None else f"{_OPERATIONS[request.endpoint.dialect]} {request.model}".strip()
         self._span = tracing.tracer.start_span(
@@ -171,19 +171,19 @@ class TurnTrace:
         return result
 
     def forward(self, answer: ForwardRequest) -> ForwardRequest:
-        """Begin the decode leg, and make D's spans part of it."""
-        self._decode = span = self._leg_span("decode", "", self._exchange.headers)
+        """Begin the leg that goes on through Envoy, and make its worker's spans part of it."""
+        self._forwarded = span = self._leg_span(str(self._exchange.forwards_to), "", self._exchange.headers)
         return replace(answer, set_headers=self._tracing.joined(answer.set_headers, span))
 
     def finish(self, error: str = "") -> None:
         """End what is open, with what the receipt says; ``error`` is what broke the stream."""
         exchange, receipt = self._exchange, self._exchange.receipt
-        if self._decode is not None:
+        if self._forwarded is not None:
             if receipt.ttft_ms is not None:
                 first = exchange.arrived_at + receipt.ttft_ms / 1000
-                self._decode.add_event("first_token", timestamp=_wall_clock(first))
-            self._note_answer(self._decode, exchange.status, exchange.upstream, error)
-            self._decode.end()
+                self._forwarded.add_event("first_token", timestamp=_wall_clock(first))
+            self._note_answer(self._forwarded, exchange.status, exchange.upstream, error)
+            self._forwarded.end()
         self._span.set_attributes({key: value for key, value in _became(exchange).items() if value is not None})
         if error or receipt.outcome is Outcome.REFUSED:
             self._span.set_attribute("error.type", error or str(receipt.reason))

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from gateway_harness import HOST, Answer, Gateway, free_ports, worker
+from otlp_collector import Collector
 
 from extproc.headers import ROLE
 from extproc.stream import PROCESS_PATH
@@ -241,3 +242,21 @@ def test_a_role_that_does_not_exist_is_refused(gateway: Gateway) -> None:
         with pytest.raises(grpc.RpcError) as refused:
             list(call(iter([b""]), metadata=((ROLE, "router"),), timeout=20))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_each_of_an_orchestrators_legs_has_a_span_of_its_own(intercepted: Any) -> None:
+    with Collector() as collector:
+        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.grpc_endpoint, "OTEL_BSP_SCHEDULE_DELAY": "50"}
+        router = intercepted(env=env)
+        router.say(DOCUMENT)
+        router.say("And then?")
+
+        def legs_by_request() -> list[list[str]]:
+            spans = list(collector.spans)
+            requests = [span for span in spans if not span.parent]
+            return sorted(sorted(leg.name for leg in spans if leg.parent == request.id) for request in requests)
+
+        expected = [["decode"], ["decode"], ["prefill"], ["prefill", "render"]]
+        router.gateway.until(lambda: legs_by_request() == expected, "every leg's span has arrived")
+        outcomes = {span.attributes["kvloop.outcome"] for span in collector.spans if not span.parent}
+        assert outcomes == {"cold", "reused", "watched"}

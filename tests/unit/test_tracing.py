@@ -99,7 +99,14 @@ class Traced:
 
 def an_exchange(fields: dict[str, Any] | None = None, **facts: Any) -> Any:
     request = ApiRequest(CHAT, b"", {"model": "m"} if fields is None else fields, 0)
-    plain = {"headers": (), "arrived_at": 0.0, "request": request, "status": 200, "upstream": None}
+    plain = {
+        "headers": (),
+        "arrived_at": 0.0,
+        "request": request,
+        "status": 200,
+        "upstream": None,
+        "forwards_to": "decode",
+    }
     return SimpleNamespace(**{**plain, "receipt": Receipt(outcome=Outcome.COLD), **facts})
 
 
