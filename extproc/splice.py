@@ -10,8 +10,7 @@ All offsets are bytes. Nothing recurses, so depth costs nothing.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import orjson
 
@@ -19,17 +18,25 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
 # Possessive (``*+``) on purpose: a pattern that may backtrack remembers every escape, at 100 bytes each.
-_STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_TO_BRACKET: Final = re.compile(rb'[^"\[{\]}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|([\[{\]}]))', re.DOTALL)
-"""Up to and with the next string or bracket (group 1): long runs of neither, as in block ids, go by in one step."""
+_STRING_TEXT: Final = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_SPACE_TEXT: Final = rb"[ \t\r\n]*+"
+_STRING: Final = re.compile(_STRING_TEXT, re.DOTALL)
+_TO_BRACKET: Final = re.compile(rb'(?:[^"\[{\]}]++|' + _STRING_TEXT + rb")*+([\[{\]}])", re.DOTALL)
+"""Up to and with the next bracket outside strings: long runs of neither, as in block ids, go by in one step."""
+
+_MEMBER: Final = re.compile(
+    rb"%(space)b(%(string)b)%(space)b:%(space)b(?:([^][{},\"\s]++|%(string)b)%(space)b(,)?)?"
+    % {b"space": _SPACE_TEXT, b"string": _STRING_TEXT},
+    re.DOTALL,
+)
+"""A member, in groups: its key, its value unless that is an object or array, and a comma after it."""
 
 _SCALAR: Final = re.compile(rb"[^,\]}\s]+")
-_SPACE: Final = re.compile(rb"[ \t\r\n]*")
-_QUOTE, _COMMA, _OPEN_BRACE, _OPEN_BRACKET = b'",{['
+_SPACE: Final = re.compile(_SPACE_TEXT)
+_QUOTE, _COMMA, _OPEN_BRACE, _CLOSE_BRACE, _OPEN_BRACKET = b'",{}['
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One ``"key": value`` of an object: offsets of the key's first quote and of the value, end exclusive."""
 
     key: str
@@ -57,17 +64,25 @@ def has_more_members(data: bytes, limit: int) -> bool:
 
 def iterate_members(data: bytes, start: int) -> Iterator[Member]:
     """Yield what ``members`` lists."""
-    at = _skip_space(data, start + 1)
-    while data[at] == _QUOTE:
-        key_end = _end_of_string(data, at)
-        colon = _skip_space(data, key_end)
-        value_start = _skip_space(data, colon + 1)
-        end = _end_of_value(data, value_start)
-        yield Member(orjson.loads(data[at:key_end]), at, value_start, end)
-        at = _skip_space(data, end)
-        if data[at] != _COMMA:
+    at = start + 1
+    while (match := _MEMBER.match(data, at)) is not None:
+        key_start, key_end = match.span(1)
+        key = data[key_start:key_end]
+        name = orjson.loads(key) if b"\\" in key else key[1:-1].decode()
+        value_start, end = match.span(2)
+        if end < 0:
+            value_start = match.end()
+            end = _end_of_value(data, value_start)
+        yield Member(name, key_start, value_start, end)
+        if match[3]:
+            at = match.end()
+            continue
+        comma = _skip_space(data, end)
+        if data[comma] != _COMMA:
             return
-        at = _skip_space(data, at + 1)
+        at = comma + 1
+    if data[_skip_space(data, at)] != _CLOSE_BRACE:
+        raise ValueError("not valid JSON")
 
 
 def raw_value(data: bytes, key: str) -> bytes:
@@ -163,10 +178,7 @@ def _end_of_value(data: bytes, at: int) -> int:
         return match.end()
     depth = 0
     for match in _TO_BRACKET.finditer(data, at):
-        bracket = match[1]
-        if bracket is None:
-            continue
-        if bracket in b"[{":
+        if match[1] in b"[{":
             depth += 1
         else:
             depth -= 1
