@@ -65,7 +65,7 @@ def _with_a_conversation(pattern: str) -> str:
 
 ConversationPattern = Annotated[str, AfterValidator(_with_a_conversation)]
 
-Url = Annotated[str, _spelled_like(r"https?://[^/?#\s]+", "a URL without a path, like http://127.0.0.1:10001")]
+Url = Annotated[str, _spelled_like(r"https?://[^/?#@\s]+", "a URL without a path, like http://127.0.0.1:10001")]
 RefusedPath = Annotated[str, _spelled_like(r"/[A-Za-z0-9._~/-]*", "a path that starts with a slash, like /invocations")]
 
 

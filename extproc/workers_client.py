@@ -11,6 +11,7 @@ import aiohttp
 from extproc import headers as names
 from extproc import legs
 from extproc.events import Call, Leg, LegResult
+from extproc.http_client import Origin
 from extproc.worker_metrics import EngineLoad, read_engine_load
 
 if TYPE_CHECKING:
@@ -31,49 +32,38 @@ class WorkersClient:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._tls = tls
-        self._prefill_url = prefill_url
+        self._prefill = Origin(prefill_url, tls=tls)
         self._secret: Headers = () if secret is None else ((names.SECRET, secret),)
         self._own_key: Headers = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
     async def __aenter__(self) -> Self:
-        # Envoy balances and limits; a limit of our own would only hide a queue in front of it.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30, ssl=self._tls or True)
         self._session = aiohttp.ClientSession(
-            connector=connector,
-            skip_auto_headers=("Accept-Encoding", "User-Agent"),
+            connector=aiohttp.TCPConnector(ssl=self._tls or True),
             trust_env=False,
-            # The session serves every client: a cookie a worker (or a proxy before it) sets for one is not another's.
+            # What one worker sets is no other's business.
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._prefill.close()
         await self._session.close()
 
     async def call(self, call: Call) -> LegResult:
         """Perform a leg. Failures come back as results; cancelling the task drops the connection, which aborts P."""
         started = time.monotonic()
         try:
-            async with (
-                asyncio.timeout(call.timeout_seconds),
-                self._session.post(
-                    self._prefill_url + call.path,
-                    data=call.body,
-                    headers=list(call.headers + self._secret),
-                    timeout=aiohttp.ClientTimeout(total=None),
-                    # Elsewhere neither the secret nor the prompt has any business.
-                    allow_redirects=False,
-                ) as response,
-            ):
-                body = await response.read()
+            # Envoy balances and limits; a limit of our own would only hide a queue in front of it.
+            async with asyncio.timeout(call.timeout_seconds):
+                response = await self._prefill.post(call.path, call.headers + self._secret, call.body)
         except TimeoutError:
             return _failed("timeout", started)
-        except (aiohttp.ClientError, OSError):
+        except OSError:
             return _failed("unreachable", started)
         now = time.monotonic()
         return LegResult(
             status=response.status,
-            body=body,
+            body=response.body,
             at=now,
             elapsed_seconds=now - started,
             content_type=response.headers.get("content-type", "application/json"),
