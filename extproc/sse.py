@@ -12,7 +12,6 @@ import re
 from typing import Final
 
 _EVENT_END: Final = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
-_LINE: Final = re.compile(rb"([^\r\n]*)(\r\n|\n|\r|$)")
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _LONGEST_SPLIT_END: Final = 3
 """An event's end is at most 4 bytes, so at most 3 of them can lie in what was searched before."""
@@ -95,8 +94,9 @@ def _start_of_text(event: bytes) -> int:
 
 
 def _lines(event: bytes) -> list[tuple[bytes, bytes]]:
-    """Return every line with its end; the last end is empty."""
-    return [(match[1], match[2]) for match in _LINE.finditer(event, _start_of_text(event))]
+    """Return every line with its end; the last end may be empty."""
+    lines = event[_start_of_text(event) :].splitlines(keepends=True)
+    return [(text := line.rstrip(b"\r\n"), line[len(text) :]) for line in lines]
 
 
 def _data_value(line: bytes) -> bytes | None:

@@ -28,10 +28,10 @@ _TRANSFER_KEY: Final = "kv_transfer_params"
 _PROMPT_IDS_KEY: Final = "prompt_token_ids"
 _IDS_KEY: Final = "token_ids"
 
-# Cheap tests for "may hold something of ours". Escapes (\u) may spell a key in disguise, so they count as a hit.
-_TRANSFER_HINT: Final = re.compile(rb"kv_transfer_params|\\u")
-_ANY_HINT: Final = re.compile(rb"kv_transfer_params|token_ids|\\u")
+# Cheap tests for "may hold something of ours". An escape (\\u) may spell a key in disguise, so it counts as a hit.
 _TRANSFER_WORD: Final = b"kv_transfer_params"
+_ANY_IDS_WORD: Final = b"token_ids"
+_ESCAPE: Final = b"\\u"
 _IDS_WORD: Final = b'"token_ids"'
 _IDS_MEMBER: Final = re.compile(rb'"token_ids":(\[[0-9,]*\])')
 _NULL_TRANSFER: Final = b'"kv_transfer_params":null'
@@ -87,7 +87,6 @@ class StreamedTurn:
         self.learned = Learned()
         self._watch = watch
         self._splitter = EventSplitter(watch.event_max_bytes)
-        self._hint = _ANY_HINT if watch.learn_token_ids else _TRANSFER_HINT
 
     @property
     def holds_bytes(self) -> bool:
@@ -109,16 +108,19 @@ class StreamedTurn:
 
     def _is_plain(self, data: bytes) -> bool:
         """Whether these whole events hold nothing of ours; ``null`` in every chunk (vLLM 0.33) is nothing, too."""
-        if self._hint.search(data) is None:
+        if not self._may_hold_ours(data):
             return True
-        if self._hint is not _TRANSFER_HINT or b"\\u" in data:
+        if self._watch.learn_token_ids or _ESCAPE in data:
             return False
         nulls = data.count(_NULL_TRANSFER)
         self.learned.null_transfer_seen |= nulls > 0
         return data.count(_TRANSFER_WORD) == nulls
 
+    def _may_hold_ours(self, data: bytes) -> bool:
+        return _TRANSFER_WORD in data or _ESCAPE in data or (self._watch.learn_token_ids and _ANY_IDS_WORD in data)
+
     def _client_event(self, event: bytes) -> bytes:
-        if self._hint.search(event) is None:
+        if not self._may_hold_ours(event):
             return event
         simple = self._without_ids(event)
         if simple is not None:
@@ -204,15 +206,20 @@ def _take_out(text: bytes, watch: Watch, learned: Learned, *, keep_null: bool) -
         return text
     if not isinstance(message, dict):
         return text
-    _learn(message, text, learned)
+    start = splice.object_start(text)
+    assert start is not None  # noqa: S101 - the text parsed to a dict
+    found = splice.members(text, start)
+    _learn(message, text, found, learned)
     if watch.hide_token_ids and _exists_only_for_its_ids(message):
         return None
-    return _hide(text, message, watch, keep_null=keep_null)
+    put, drop = _hidden(text, found, message, watch, keep_null=keep_null)
+    return splice.edit(text, start, found, drop=drop, put=put) if put or drop else text
 
 
-def _learn(message: dict[str, Any], text: bytes, learned: Learned) -> None:
+def _learn(message: dict[str, Any], text: bytes, found: list[splice.Member], learned: Learned) -> None:
     if isinstance(message.get(_TRANSFER_KEY), dict):
-        learned.published = splice.raw_value(text, _TRANSFER_KEY)
+        at = splice.last(found, _TRANSFER_KEY)
+        learned.published = text[at.value_start : at.end]
     elif _TRANSFER_KEY in message:
         learned.null_transfer_seen = True
     for holder in (message, *_choices(message)):
@@ -242,27 +249,26 @@ def _exists_only_for_its_ids(message: dict[str, Any]) -> bool:
     )
 
 
-def _hide(text: bytes, message: dict[str, Any], watch: Watch, *, keep_null: bool) -> bytes:
+def _hidden(
+    text: bytes, found: list[splice.Member], message: dict[str, Any], watch: Watch, *, keep_null: bool
+) -> tuple[dict[str, bytes], set[str]]:
+    """Return what the client gets of the message's members instead, and which of them it does not get."""
     put: dict[str, bytes] = {}
     drop: set[str] = set()
     if message.get(_TRANSFER_KEY) is not None:
-        shown = watch.show_params(splice.raw_value(text, _TRANSFER_KEY))
+        at = splice.last(found, _TRANSFER_KEY)
+        shown = watch.show_params(text[at.value_start : at.end])
         if shown is not None or keep_null:
             put[_TRANSFER_KEY] = shown or b"null"
         else:
             drop.add(_TRANSFER_KEY)
-    start = splice.object_start(text)
-    assert start is not None  # noqa: S101 - the text parsed to a dict
-    found = splice.members(text, start)
     if watch.hide_token_ids:
         if message.get(_PROMPT_IDS_KEY) is not None:
             put[_PROMPT_IDS_KEY] = b"null"
         if any(_shows_ids(choice) for choice in _choices(message)):
-            at = next(member for member in reversed(found) if member.key == "choices")
+            at = splice.last(found, "choices")
             put["choices"] = _choices_without_ids(text[at.value_start : at.end])
-    if not put and not drop:
-        return text
-    return splice.edit(text, start, found, drop=drop, put=put)
+    return put, drop
 
 
 def _choices_without_ids(array: bytes) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -166,7 +167,44 @@ def test_hazard_23_a_long_string_full_of_escapes_costs_no_memory(wrapped: bytes)
     assert peak_bytes < 100_000
 
 
-@pytest.mark.parametrize("text", [b'{"a', b'{"a":"b', b'{"a":[1,2', b'{"a":}', b'{"a":{"b":1}'])
+@pytest.mark.parametrize(
+    "text",
+    [b'{"a', b'{"a":"b', b'{"a":[1,2', b'{"a":[' + b"1" * 5000, b'{"a":["' + b"1" * 5000, b'{"a":}', b'{"a":{"b":1}'],
+    ids=lambda text: text[:9].decode(),
+)
 def test_text_that_is_not_json_is_refused_or_out_of_range_but_never_loops(text: bytes) -> None:
     with pytest.raises((ValueError, IndexError)):
         splice.members(text, 0)
+
+
+odd_texts = st.sampled_from(["", '"', "\\", '\\"', "\\\\", "[", "}", "\n", "é", '"]}'])
+# Around the sizes at which one way of looking for an end gives over to another.
+sizes = st.sampled_from([0, 1, 49, 50, 51, 199, 200, 201, 399, 400, 401, 1023, 1024, 1025, 3000, 3100, 10_000])
+long_values = st.recursive(
+    sizes.map(lambda size: list(range(size)))
+    | sizes.map(lambda size: 10**size)
+    | st.builds(lambda size, odd, at: "x" * (size - at % (size + 1)) + odd + "x" * at, sizes, odd_texts, sizes),
+    lambda inner: st.lists(inner, max_size=12) | st.dictionaries(st.sampled_from(["a", "b", '"]}']), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", 'b"]', "x" * 300]), long_values), max_size=4), spaces)
+def test_members_are_found_however_long_they_are(wanted: list[tuple[str, Any]], space: str) -> None:
+    text = "{" + ",".join(f"{space}{json.dumps(key)}{space}:{space}{dumps(value)}" for key, value in wanted) + "}"
+    found = splice.members(text.encode(), 0)
+    assert [member.key for member in found] == [key for key, _ in wanted]
+    assert [text.encode()[member.value_start : member.end].decode() for member in found] == [
+        dumps(value) for _, value in wanted
+    ]
+
+
+def dumps(value: Any) -> str:
+    """Spell a value with its numbers as long as they are: Python refuses to print some of these integers."""
+    if isinstance(value, int):
+        return "1" + "0" * round(value.bit_length() * 0.30103)
+    if isinstance(value, list):
+        return "[" + ",".join(map(dumps, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)}: {dumps(each)}" for key, each in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)

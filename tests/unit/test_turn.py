@@ -347,3 +347,10 @@ def test_the_usual_chunk_is_told_from_all_others_and_treated_alike(chunk: dict[s
 def test_what_only_looks_like_the_usual_chunk_is_forwarded_as_it_came() -> None:
     event = b'data: {"choices":[{"token_ids":[1]}]}}\n\n'
     assert feed(StreamedTurn(Watch(True, True, 1 << 20, 1 << 20)), [event])[0] == event
+
+
+@pytest.mark.parametrize("fold", [StreamedTurn(ASKS), WholeTurn(ASKS)])
+def test_a_fold_tells_whether_it_holds_bytes_back(fold: TurnFold) -> None:
+    assert not fold.holds_bytes
+    fold.feed(b"data: {", end=False)
+    assert fold.holds_bytes
