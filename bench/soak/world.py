@@ -187,6 +187,7 @@ class World:
                 lease_seconds=LEASE_SECONDS,
                 recompute_threshold_tokens=32,
                 clock_offset_seconds=1000.0 * number,
+                repaired=role == "decode" and number != 0,
             ),
             model=Model(mean_answer_tokens=10, emits_pairs=role == "decode" and number == 1),
             streams_handles=role == "decode",

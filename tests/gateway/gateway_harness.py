@@ -461,7 +461,7 @@ def worker(role: Any, *, engine: dict[str, Any] | None = None, **settings: Any) 
 
     A prefill worker without prefix cache stands for another or an evicted one, so that every reuse is a read.
     """
-    engine = {"prefix_caching": role == "decode", **(engine or {})}
+    engine = {"prefix_caching": role == "decode", "repaired": role == "decode", **(engine or {})}
     plugin = {"streams_handles": True, "digests_handles": True} if role == "decode" else {}
     return WorkerSettings(role=role, engine=EngineSettings(**engine), **{**plugin, **settings})
 

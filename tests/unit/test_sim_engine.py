@@ -362,7 +362,7 @@ def test_a_decode_worker_whose_prefill_worker_is_gone_computes_the_prompt_itself
 
 
 def test_retained_blocks_keep_others_waiting_until_they_are_freed() -> None:
-    d = engine(block_count=16, max_model_len=64)
+    d = engine(block_count=16, max_model_len=64, repaired=True)
     pool = Pool(d)
     pool.run(d, request(list(range(40)), DECODE_ALONE))  # keeps 12 blocks
     waiting = request(list(range(100, 120)))
@@ -421,6 +421,38 @@ def test_a_prefill_worker_that_is_not_bidirectional_parks_a_handle_and_an_abort_
     assert (parked.state, len(d.retained)) == (State.PARKED, 1)
     p.abort(parked, pool.now)
     assert (p.pool.free_count, p.counters.blocks_leaked) == (64 - 7, 7)
+
+
+def test_a_repaired_prefill_worker_computes_what_it_could_not_read(d: Engine) -> None:
+    p = engine(repaired=True)
+    pool = Pool(p, d)
+    held, handle = first_turn(pool, p, d)
+    pool.now += 476
+    done = pool.run(p, request([*held, 7], handle, max_tokens=1))
+    assert (done.state, p.counters.requests_parked, p.counters.blocks_leaked) == (State.FINISHED, 0, 0)
+    assert p.counters.reads_failed == 1
+    assert done.generated == right([*held, 7], 1)
+
+
+def test_a_repaired_prefill_worker_that_is_not_bidirectional_computes_the_prompt(d: Engine) -> None:
+    p = engine(repaired=True, bidirectional=False)
+    pool = Pool(p, d)
+    held, handle = first_turn(pool, p, d)
+    done = pool.run(p, request([*held, 7], handle, max_tokens=1))
+    assert (done.state, done.generated) == (State.FINISHED, right([*held, 7], 1))
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_a_turn_without_a_prefill_leg_is_let_go_by_repaired_decode_workers_only(*, repaired: bool) -> None:
+    p, d = engine(), engine(repaired=repaired)
+    pool = Pool(p, d)
+    handles = [pool.run(d, request(PROMPT, DECODE_ALONE)).handle for _ in range(2)]
+    held = d.pool.block_count - d.pool.free_count
+    pool.run(p, request(PROMPT, {**handles[0], "remote_num_tokens": 0}, max_tokens=1))  # a release
+    d.expire(pool.now + 10_000)
+    assert d.counters.handles_released == 1
+    left = d.pool.block_count - d.pool.free_count
+    assert (left, d.counters.blocks_leaked) == ((0, 0) if repaired else (held, held))
 
 
 def test_an_aborted_turn_gives_no_handle(pool: Pool, d: Engine) -> None:

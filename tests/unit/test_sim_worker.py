@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from workers.sim.text import WORDS, Model
 from workers.sim.worker import SimWorker
 
 DOCUMENT = "".join(WORDS[500:700])
-ENGINE = EngineSettings(block_count=512, block_size=16, max_model_len=4096, prefix_caching=False)
+ENGINE = EngineSettings(block_count=512, block_size=16, max_model_len=4096, prefix_caching=False, repaired=True)
 ALONE = {"do_remote_decode": False, "do_remote_prefill": False}
 
 
@@ -40,8 +41,10 @@ def until(fact: Callable[[], Any]) -> Any:
 
 
 def fleet(**options: Any) -> SimClient:
+    """One worker of each kind; only the decode worker has the plugin's repair."""
     settings = {"engine": ENGINE, "streams_handles": True, **options}
-    return SimClient([WorkerSettings(role="prefill", **settings)], [WorkerSettings(role="decode", **settings)])
+    unrepaired = {**settings, "engine": replace(settings["engine"], repaired=False)}
+    return SimClient([WorkerSettings(role="prefill", **unrepaired)], [WorkerSettings(role="decode", **settings)])
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +422,7 @@ def test_a_client_that_leaves_frees_its_blocks_and_leaves_no_handle(stream: bool
 
 def test_requests_wait_while_retained_blocks_fill_the_worker_and_start_when_they_expire() -> None:
     engine = EngineSettings(
-        block_count=20, block_size=16, max_model_len=320, decoder_ttl_seconds=0.3, prefix_caching=False
+        block_count=20, block_size=16, max_model_len=320, decoder_ttl_seconds=0.3, prefix_caching=False, repaired=True
     )
     with fleet(engine=engine) as sims:
         body = {"prompt": [1] * 250, "max_tokens": 5, "ignore_eos": True, "kv_transfer_params": ALONE}
@@ -430,7 +433,9 @@ def test_requests_wait_while_retained_blocks_fill_the_worker_and_start_when_they
 
 
 def test_a_waiting_decode_leg_keeps_the_prefill_workers_blocks_alive() -> None:
-    full = EngineSettings(block_count=20, block_size=16, max_model_len=320, lease_seconds=0.6, prefix_caching=False)
+    full = EngineSettings(
+        block_count=20, block_size=16, max_model_len=320, lease_seconds=0.6, prefix_caching=False, repaired=True
+    )
     with fleet(engine=full) as sims, ThreadPoolExecutor(1) as pool:
         body = {"prompt": [1] * 250, "max_tokens": 5, "ignore_eos": True, "kv_transfer_params": ALONE}
         handle = json.loads(sims.post(sims.decode[0], "/v1/completions", body))["kv_transfer_params"]
@@ -511,6 +516,31 @@ def test_time_passes_as_told() -> None:
         started = time.monotonic()
         sims.post(sims.decode[0], "/v1/completions", {"prompt": [1] * 100, "max_tokens": 6, "ignore_eos": True})
         assert time.monotonic() - started >= 0.15  # it may take longer, never shorter
+
+
+def test_attention_tokenising_and_transfers_take_their_time() -> None:
+    timing = Timing(
+        prefill_tokens_per_second=1000,
+        attention_pairs_per_second=1000,
+        tokenise_tokens_per_second=1000,
+        transfer_bytes_per_second=2_000_000,
+        kv_bytes_per_token=1000,
+    )
+    # Four tokens after ten others look at 11, 12, 13 and 14.
+    assert timing.prefill_seconds(4, 10) == pytest.approx(0.004 + 0.050)
+    assert (timing.tokenise_seconds(100), timing.transfer_seconds(100)) == (0.1, 0.05)
+    assert (Timing().tokenise_seconds(100), Timing().transfer_seconds(100)) == (0.0, 0.0)
+    slow = Timing(tokenise_tokens_per_second=1000, transfer_bytes_per_second=2_000_000, kv_bytes_per_token=1000)
+    with fleet(timing=slow) as sims:
+        started = time.monotonic()
+        prompt = "".join(WORDS[:200])
+        passed_on = sims.prefill_leg("/v1/completions", {"prompt": prompt})["kv_transfer_params"]
+        tokenised = time.monotonic()
+        sims.post(
+            sims.decode[0], "/v1/completions", {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": passed_on}
+        )
+        assert tokenised - started >= 0.2
+        assert time.monotonic() - tokenised >= 0.2 + 0.1
 
 
 def test_a_model_longer_than_the_pool_is_refused() -> None:

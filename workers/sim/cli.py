@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from extproc.errors import ConfigError
+from workers.sim.calibration import as_text, fit, read_legs
 from workers.sim.engine import EngineSettings
 from workers.sim.peers import Registry
 from workers.sim.settings import Timing, WorkerSettings
@@ -21,7 +24,14 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvloop sim``."""
-    parser.add_argument("what", choices=("prefill", "decode", "fleet"))
+    parser.add_argument("what", choices=("prefill", "decode", "fleet", "calibrate"))
+    parser.add_argument(
+        "demos",
+        type=Path,
+        nargs="*",
+        metavar="DEMO.json",
+        help="calibrate: fit the timing to these real runs (kvloop demo --json)",
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--advertised-host", help="the host in handles, where peers read KV (default: --host)")
     parser.add_argument(
@@ -31,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode-workers", type=int, default=1, help="in a fleet")
     parser.add_argument("--served-model-name", default="sim")
     parser.add_argument("--vllm-version", choices=("0.32.0", "0.33.0"), default="0.32.0")
-    parser.add_argument("--plugin", action="store_true", help="behave as with kvloop's vLLM plugin")
+    parser.add_argument("--plugin", action="store_true", help="behave as with kvloop's vLLM plugin, all its parts")
     parser.add_argument("--block-size", type=int, default=16, help="tokens per KV block")
     parser.add_argument("--blocks", type=int, default=4096, help="KV blocks per worker")
     parser.add_argument("--max-model-len", type=int, default=32_768)
@@ -39,13 +49,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decoder-ttl-seconds", type=float, default=480.0)
     parser.add_argument("--lease-seconds", type=float, default=30.0)
     parser.add_argument("--prefill-tokens-per-second", type=float)
+    parser.add_argument("--attention-pairs-per-second", type=float, help="prefill's quadratic term")
     parser.add_argument("--decode-tokens-per-second", type=float)
+    parser.add_argument("--tokenise-tokens-per-second", type=float)
+    parser.add_argument("--transfer-bytes-per-second", type=float)
+    parser.add_argument(
+        "--kv-bytes-per-token", type=int, default=Timing().kv_bytes_per_token, help="(default: %(default)s)"
+    )
     parser.add_argument("--request-overhead-seconds", type=float, default=0.0)
     parser.add_argument("--mean-answer-tokens", type=int, default=24)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the workers until SIGINT or SIGTERM."""
+    """Run the workers until SIGINT or SIGTERM, or calibrate."""
+    if args.what == "calibrate":
+        return _calibrate(args)
+    if args.demos:
+        raise ConfigError(f"only calibrate reads files; leave {args.demos[0]} out")
     counts: dict[Role, int]
     if args.what == "fleet":
         counts = {"prefill": args.prefill_workers, "decode": args.decode_workers}
@@ -53,6 +73,19 @@ def main(args: argparse.Namespace) -> int:
         counts = {args.what: 1}
     roles: list[Role] = [role for role, count in counts.items() for _ in range(count)]
     asyncio.run(_serve([_settings(role, args) for role in roles], args.host, args.port))
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    if not args.demos:
+        raise ConfigError("nothing to calibrate with: name one or more files that kvloop demo --json wrote")
+    legs = []
+    for path in args.demos:
+        try:
+            legs += read_legs(json.loads(path.read_bytes()))
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{path} is not what kvloop demo --json writes: {error}") from error
+    print(as_text(fit(legs, kv_bytes_per_token=args.kv_bytes_per_token), legs))  # noqa: T201 - what was asked for
     return 0
 
 
@@ -67,11 +100,15 @@ def _settings(role: Role, args: argparse.Namespace) -> WorkerSettings:
             prefix_caching=not args.no_prefix_caching,
             decoder_ttl_seconds=args.decoder_ttl_seconds,
             lease_seconds=args.lease_seconds,
-            computes_failed_reads=args.plugin,
+            repaired=args.plugin,
         ),
         model=Model(mean_answer_tokens=args.mean_answer_tokens),
         timing=Timing(
             prefill_tokens_per_second=args.prefill_tokens_per_second,
+            attention_pairs_per_second=args.attention_pairs_per_second,
+            tokenise_tokens_per_second=args.tokenise_tokens_per_second,
+            transfer_bytes_per_second=args.transfer_bytes_per_second,
+            kv_bytes_per_token=args.kv_bytes_per_token,
             decode_tokens_per_second=args.decode_tokens_per_second,
             request_overhead_seconds=args.request_overhead_seconds,
         ),

@@ -13,7 +13,7 @@ What is mirrored, because kvloop lives with it:
 * Full blocks are cached under the hash of the prompt's tokens whatever they hold, so wrong KV reaches other requests.
 * A read that fails on a prefill worker with policy ``recompute`` leaves its request waiting for ever: on its second
   round through the scheduler the connector promises the remote tokens again and nobody fetches them. An abort of such
-  a request never gives its blocks back. (kvloop's plugin mends this: ``computes_failed_reads``.)
+  a request never gives its blocks back. (kvloop's plugin mends this: ``repaired``.)
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ class EngineSettings:
     lease_seconds: float = 30.0
     recompute_threshold_tokens: int = 64
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    computes_failed_reads: bool = False
-    """The repair of kvloop's plugin: what could not be read is computed, and does not wait for ever."""
+    repaired: bool = False
+    """kvloop's vLLM plugin mends two of vLLM's faults (``workers.plugin_repair``): a failed read parks a prefill worker's
+    request for ever, and a decode worker never lets go of a turn that had no prefill leg.
+    """
     registration_generation: int | None = None
     """vLLM 0.33 tells one in its handles (1 unless the worker slept); 0.32 does not."""
     clock_offset_seconds: float = 0.0
@@ -174,6 +176,8 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.retained: OrderedDict[str, Retained] = OrderedDict()
         self.leased: OrderedDict[str, Retained] = OrderedDict()
+        self.untracked: dict[str, Retained] = {}
+        """Turns without a prefill leg: unrepaired, vLLM tracks neither their reading nor their expiry."""
         self.dead = False
         self._used: OrderedDict[str, str] = OrderedDict()
 
@@ -334,9 +338,9 @@ class Engine:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill") and len(request.prompt) > local:
             return len(request.prompt) - local, True
-        if request.load_spent and self.settings.computes_failed_reads:
-            return 0, False
         has_keys = params.get("remote_block_ids") and all(key in params for key in READ_KEYS)
+        if self.settings.repaired and (request.load_spent or not self.settings.bidirectional):
+            return 0, False
         if params.get("do_remote_decode") and has_keys:
             count = min(params.get("remote_num_tokens") or 0, len(request.prompt)) - local
             if count > 0 and count >= self.settings.recompute_threshold_tokens:
@@ -417,7 +421,13 @@ class Engine:
         sequence = _kv_of(request)
         request.sequence = None
         kept = Retained(sequence.blocks, now + ttl, sequence.computed)
-        (self.leased if to_decode else self.retained)[request.request_id] = kept
+        if to_decode:
+            self.leased[request.request_id] = kept
+        elif settings.repaired or request.load_spent:
+            self.retained[request.request_id] = kept
+        else:
+            self.untracked[request.request_id] = kept
+            self.counters.blocks_leaked += len(kept.blocks)
         self.counters.handles_given += not to_decode
         request.handle = {
             "do_remote_prefill": to_decode,
@@ -446,6 +456,9 @@ class Engine:
             self.counters.handles_read += read
             self.counters.handles_released += not read
             self._free_retained(self.retained, request_id, "used")
+        elif request_id in self.untracked:
+            self.counters.handles_read += read
+            self.counters.handles_released += not read
         elif self._used.get(request_id) == "used":
             # Nor does a release of what was read already.
             self.counters.handles_used_twice += read

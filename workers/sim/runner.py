@@ -36,6 +36,7 @@ class EngineRunner:
         self.peers = peers
         self.skipped_seconds = 0.0
         self._accelerator = asyncio.Lock()
+        self._link = asyncio.Lock()
         self._ready: dict[Request, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -132,7 +133,7 @@ class EngineRunner:
 
     async def _prefill(self, request: Request) -> None:
         computed = self.engine.prefill(request)
-        seconds = self.timing.prefill_seconds(computed)
+        seconds = self.timing.prefill_seconds(computed, len(request.prompt) + len(request.generated) - computed)
         if seconds:
             async with self._accelerator:
                 await self._pause(seconds)
@@ -155,10 +156,19 @@ class EngineRunner:
             memories = await self.peers.read(load)
         except ReadFailedError:
             memories = None
+        else:
+            await self._cross(len(load.local_blocks) * self.engine.settings.block_size)
         self.engine.finish_load(request, memories, self.now())
         if request.state in {State.READY, State.FINISHED}:
             self._wake(request)
         self.kick()
+
+    async def _cross(self, tokens: int) -> None:
+        """Let the time pass that so much KV takes on its way here."""
+        seconds = self.timing.transfer_seconds(tokens)
+        if seconds:
+            async with self._link:
+                await self._pause(seconds)
 
     async def _notify(self, notice: Load) -> None:
         with suppress(ReadFailedError):

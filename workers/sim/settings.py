@@ -11,19 +11,46 @@ from workers.sim.text import Model
 Role = Literal["prefill", "decode"]
 
 
+def attention_pairs(context: int, computed: int) -> float:
+    """Return how many pairs of tokens attention looks at when ``computed`` tokens follow ``context`` others."""
+    return computed * (context + (computed + 1) / 2)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """How long things take. The default is as fast as this machine can."""
 
     prefill_tokens_per_second: float | None = None
     """One prompt after the other, as one accelerator would."""
+    attention_pairs_per_second: float | None = None
+    """The quadratic term: pairs of a token computed and a token it attends to. ``None``: attention costs nothing."""
     decode_tokens_per_second: float | None = None
     """Per sequence, however many run."""
     request_overhead_seconds: float = 0.0
+    """Of each request that generates, before it reaches the engine."""
+    tokenise_tokens_per_second: float | None = None
+    """Of each prompt given as text, by whichever route."""
+    transfer_bytes_per_second: float | None = None
+    """One read of a peer's KV after the other."""
+    kv_bytes_per_token: int = 131_072
+    """Of the model, over all its layers: 128 KiB are those of an 8B model with grouped queries in 16 bits."""
 
-    def prefill_seconds(self, tokens: int) -> float:
-        """Return how long computing ``tokens`` of a prompt takes."""
-        return 0.0 if self.prefill_tokens_per_second is None else tokens / self.prefill_tokens_per_second
+    def prefill_seconds(self, tokens: int, context: int = 0) -> float:
+        """Return how long computing ``tokens`` of a prompt takes, after ``context`` tokens that need no computing."""
+        linear = 0.0 if self.prefill_tokens_per_second is None else tokens / self.prefill_tokens_per_second
+        if self.attention_pairs_per_second is None:
+            return linear
+        return linear + attention_pairs(context, tokens) / self.attention_pairs_per_second
+
+    def tokenise_seconds(self, tokens: int) -> float:
+        """Return how long tokenising a prompt takes."""
+        return 0.0 if self.tokenise_tokens_per_second is None else tokens / self.tokenise_tokens_per_second
+
+    def transfer_seconds(self, tokens: int) -> float:
+        """Return how long reading the KV of ``tokens`` from a peer takes."""
+        if self.transfer_bytes_per_second is None:
+            return 0.0
+        return tokens * self.kv_bytes_per_token / self.transfer_bytes_per_second
 
     @property
     def token_delay_seconds(self) -> float:

@@ -154,7 +154,7 @@ class SimWorker:
             "engine_dead": self.engine.dead,
             "running": self.runner.running_count,
             "waiting": len(self.engine.waiting),
-            "live_pins": len(self.engine.retained),
+            "live_pins": len(self.engine.retained) + len(self.engine.untracked),
             "live_leases": len(self.engine.leased),
             "retained_tokens": self.engine.retained_tokens,
             "free_blocks": self.engine.pool.free_count,
@@ -279,7 +279,7 @@ class SimWorker:
         except ApiError:
             self.runner.reject(fields.get("kv_transfer_params"))
             raise
-        self.tokenisations += call.tokenised * len(call.prompts)
+        await self._tokenised(call)
         writer = AnswerWriter(call, self.settings, int(time.time()))
         if not call.stream:
             return _json(writer.whole([_sum(outputs) for outputs in await self._collect(call)]))
@@ -359,8 +359,16 @@ class SimWorker:
             message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
             raise ApiError(403, "PermissionDeniedError", message)
         call = parse_call(dialect, await _fields(request), self.settings, request.headers.get("x-request-id"))
-        self.tokenisations += call.tokenised * len(call.prompts)
+        await self._tokenised(call)
         return call
+
+    async def _tokenised(self, call: ApiCall) -> None:
+        """Count tokenising, and let the time pass it takes."""
+        if call.tokenised:
+            self.tokenisations += len(call.prompts)
+            seconds = self.settings.timing.tokenise_seconds(sum(map(len, call.prompts)))
+            if seconds:
+                await asyncio.sleep(seconds)
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         fields = await _fields(request)
