@@ -47,7 +47,7 @@ def test_nothing_breaks_while_coverage_leads(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("target", "module", "name", "broken"),
     [
-        ("answer", "extproc.turn", "_hide", lambda text, *_, **__: text),
+        ("answer", "extproc.turn", "_hidden", lambda *_, **__: ({}, set())),
         ("request", "extproc.request", "_cleared", lambda text, _: (text, 0)),
         ("handle", "extproc.handle", "release_params", lambda handle: handle.raw),
     ],

@@ -72,7 +72,7 @@ def test_a_store_that_gives_a_turn_twice_is_found_out(monkeypatch: pytest.Monkey
 def test_handles_that_reach_the_client_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from extproc import turn  # noqa: PLC0415 - beside what it breaks
 
-    monkeypatch.setattr(turn, "_hide", lambda text, *_, **__: text)
+    monkeypatch.setattr(turn, "_hidden", lambda *_, **__: ({}, set()))
     assert soak(100, seed=1).violations["secrets_leaked"] > 0
 
 
