@@ -543,6 +543,32 @@ def test_attention_tokenising_and_transfers_take_their_time() -> None:
         assert time.monotonic() - tokenised >= 0.2 + 0.1
 
 
+def test_data_parallel_ranks_share_an_api_and_nothing_else() -> None:
+    with fleet(data_parallel_size=2) as sims:
+        body = {"prompt": [1] * 100, "max_tokens": 2, "ignore_eos": True, "kv_transfer_params": ALONE}
+        handles = []
+        for rank in ("0", "1", "1"):
+            named = {"x-data-parallel-rank": rank}
+            status, answer = sims.exchange(sims.decode[0], "/v1/completions", body, named)
+            assert status == 200
+            handles.append(json.loads(answer)["kv_transfer_params"])
+        ids = [handle["remote_engine_id"] for handle in handles]
+        assert ids[1] == ids[2] != ids[0]
+        assert [name.rpartition("_")[2] for name in ids] == ["dp0", "dp1", "dp1"]
+        assert handles[0]["remote_port"] != handles[1]["remote_port"] == handles[2]["remote_port"]
+        # Both ranks count their blocks alike, so the same numbers mean other blocks on the other rank.
+        assert handles[0]["remote_block_ids"] == handles[1]["remote_block_ids"]
+        assert report(sims.decode[0], sims)["live_pins"] == 3
+        longer = {"prompt": [1] * 100 + [2] * 9}
+        sims.prefill_leg("/v1/completions", longer, handles[1])
+        shown = report(sims.decode[0], sims)
+        assert (shown["live_pins"], shown["handles_read"], shown["handles_used_twice"]) == (2, 1, 0)
+        wrong = sims.exchange(sims.decode[0], "/v1/completions", body, {"x-data-parallel-rank": "2"})
+        assert wrong[0] == 400
+        metrics = sims.get(sims.decode[0], "/metrics").decode()
+        assert metrics.count("vllm:num_requests_running{") == 2
+
+
 def test_a_model_longer_than_the_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="would wait for ever"):
         WorkerSettings(role="decode", engine=EngineSettings(block_count=2, block_size=16, max_model_len=33))

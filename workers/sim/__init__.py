@@ -8,8 +8,9 @@ different text, and the worker also counts the turn.
 Read the modules in this order: ``kv`` (what lies in one block) → ``blocks`` (the pool: allocation, prefix cache) →
 ``sequence`` (one sequence's blocks, and what the model attends to in them) → ``engine`` (admission, reads, retained
 blocks, the handle) → ``text`` (tokenizer, chat template, the "model") → ``api_request`` and ``api_response`` (requests
-in, vLLM's exact bytes out) → ``settings`` → ``calibration`` (timing from real runs) → ``faults`` → ``worker`` (the HTTP shell) → ``fleet`` (several workers in one
-process) → ``cli``. All before ``worker`` is pure: no sockets, no asyncio, no clock.
+in, vLLM's exact bytes out) → ``settings`` → ``calibration`` (timing from real runs) → ``faults`` → ``rank`` (an engine with what drives it) →
+``worker`` (the HTTP shell) → ``fleet`` (several workers in one process) → ``cli``. All before ``rank`` is pure: no sockets,
+no asyncio, no clock.
 """
 
 from workers.sim.cli import add_arguments, main

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefill-workers", type=int, default=1, help="in a fleet")
     parser.add_argument("--decode-workers", type=int, default=1, help="in a fleet")
+    parser.add_argument("--data-parallel-size", type=int, default=1, help="engines behind each worker's API")
     parser.add_argument("--served-model-name", default="sim")
     parser.add_argument("--vllm-version", choices=("0.32.0", "0.33.0"), default="0.32.0")
     parser.add_argument("--plugin", action="store_true", help="behave as with kvloop's vLLM plugin, all its parts")
@@ -113,6 +114,7 @@ def _settings(role: Role, args: argparse.Namespace) -> WorkerSettings:
             request_overhead_seconds=args.request_overhead_seconds,
         ),
         vllm_version=args.vllm_version,
+        data_parallel_size=args.data_parallel_size,
         streams_handles=args.plugin,
         digests_handles=args.plugin,
         advertised_host=args.advertised_host or args.host,

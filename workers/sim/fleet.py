@@ -95,7 +95,7 @@ class Fleet:
     def skip(self, seconds: float) -> None:
         """Let all workers' clocks jump ahead."""
         for worker in self.workers:
-            self.call(partial(worker.runner.skip, seconds))
+            self.call(partial(worker.skip, seconds))
 
     def _make(self, settings: WorkerSettings) -> SimWorker:
         async def made() -> SimWorker:

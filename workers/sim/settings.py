@@ -68,6 +68,8 @@ class WorkerSettings:
     model: Model = field(default_factory=Model)
     timing: Timing = field(default_factory=Timing)
     vllm_version: Literal["0.32.0", "0.33.0"] = "0.32.0"
+    data_parallel_size: int = 1
+    """Engines behind one API, each with its own id, KV and side channel."""
     streams_handles: bool = False
     """vLLM 0.32 with kvloop's plugin: the handle on a stream's finish chunk. (0.33 does so by itself.)"""
     digests_handles: bool = False

@@ -7,7 +7,7 @@ import socket
 import time
 from collections import Counter, deque
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -18,18 +18,20 @@ from workers.sim import text
 from workers.sim.answer import Choice, choices_of, outputs
 from workers.sim.api_request import ApiCall, ApiError, Dialect, check_model, parse_body, parse_call, render_messages
 from workers.sim.api_response import DONE, AnswerWriter, Output
-from workers.sim.engine import Counters, Engine, EngineDeadError, ReadFailedError
+from workers.sim.engine import EngineDeadError, ReadFailedError
 from workers.sim.faults import Faults, Kind, fault_from_json
 from workers.sim.metrics import metrics_text
-from workers.sim.peers import Registry, memory_to_json
-from workers.sim.runner import EngineRunner
+from workers.sim.peers import memory_to_json
+from workers.sim.rank import Rank, total
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
-    from workers.sim import kv
+    from workers.sim.engine import Engine
     from workers.sim.faults import Fault
+    from workers.sim.peers import Registry
+    from workers.sim.runner import EngineRunner
     from workers.sim.settings import WorkerSettings
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -76,12 +78,21 @@ class SimWorker:
         self.unguarded_requests = 0
         self.tls: ssl.SSLContext | None = None
         """Serve TLS from the next start on; None for plaintext."""
-        self.engine = self._new_engine()
-        self.runner = EngineRunner(self.engine, settings.timing, registry)
+        self.ranks = [Rank(number, settings, registry, self.faults) for number in range(settings.data_parallel_size)]
         self._app_runner: web.AppRunner | None = None
         self._unstalled = asyncio.Event()
 
     # --- life -------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the first rank; mostly there is only one."""
+        return self.ranks[0].engine
+
+    @property
+    def runner(self) -> EngineRunner:
+        """What drives that engine."""
+        return self.ranks[0].runner
 
     @property
     def address(self) -> str:
@@ -95,30 +106,30 @@ class SimWorker:
 
     async def start(self) -> None:
         """Listen; on port 0, on a free one, which it then keeps over restarts."""
-        listener = socket.create_server((self.host, self.port), backlog=1024)
-        self.port = listener.getsockname()[1]
-        counters = self.engine.counters
-        self.engine = self._new_engine()
-        self.engine.counters = counters
-        self.runner = EngineRunner(self.engine, self.settings.timing, self.registry)
-        self.registry.add(self.engine.engine_id, self)
+        # Other ranks are read at ports of their own, which serve the same.
+        ports = [self.port, *(0 for _ in self.ranks[1:])]
+        listeners = [socket.create_server((self.host, port), backlog=1024) for port in ports]
+        self.port = listeners[0].getsockname()[1]
+        for rank, listener in zip(self.ranks, listeners, strict=True):
+            rank.start(self.settings, listener.getsockname()[1])
         # Like vLLM, stop computing for a client that is gone.
         self._app_runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None)
         await self._app_runner.setup()
-        await web.SockSite(self._app_runner, listener, ssl_context=self.tls).start()
+        for listener in listeners:
+            await web.SockSite(self._app_runner, listener, ssl_context=self.tls).start()
 
     async def stop(self) -> None:
         """Stop listening and drop all connections and KV."""
         app_runner, self._app_runner = self._app_runner, None
         if app_runner is None:
             return
-        self.registry.remove(self.engine.engine_id)
         for site in list(app_runner.sites):
             await site.stop()
         for connection in app_runner.server.connections if app_runner.server else ():
             if connection.transport is not None:
                 connection.transport.abort()
-        await self.runner.close()
+        for rank in self.ranks:
+            await rank.stop()
         await app_runner.cleanup()
 
     async def restart(self) -> None:
@@ -128,37 +139,13 @@ class SimWorker:
 
     # --- what peers and tests ask ------------------------------------------------------------------------------
 
-    async def serve_read(self, request_id: str, blocks: Sequence[int], expiry_time: float | None) -> list[kv.Memory]:
-        """Let a peer read KV, unless a fault is in the way."""
-        engine, runner = self.engine, self.runner
-        slow = self.faults.take(Kind.SLOW_READ)
-        if slow is not None:
-            await asyncio.sleep(slow.seconds or 0)
-        if engine.dead or self.faults.take(Kind.FAILED_READ) is not None:
-            raise ReadFailedError("the peer does not answer")
-        memories = engine.serve_read(request_id, blocks, expiry_time, runner.now())
-        runner.kick()
-        return memories
-
-    def renew(self, request_id: str) -> None:
-        """Take a decode worker's heartbeat."""
-        self.engine.renew(request_id, self.runner.now())
-
     def report(self) -> dict[str, Any]:
         """Return all that happened since the first start or the last ``reset``, and how things stand."""
-        self.engine.expire(self.runner.now())
         return {
-            **asdict(self.engine.counters),
+            **total([rank.figures() for rank in self.ranks]),
             "role": self.settings.role,
             "engine_id": self.engine.engine_id,
-            "engine_dead": self.engine.dead,
-            "running": self.runner.running_count,
-            "waiting": len(self.engine.waiting),
-            "live_pins": len(self.engine.retained) + len(self.engine.untracked),
-            "live_leases": len(self.engine.leased),
-            "retained_tokens": self.engine.retained_tokens,
-            "free_blocks": self.engine.pool.free_count,
-            "block_count": self.engine.pool.block_count,
+            "engine_dead": any(rank.engine.dead for rank in self.ranks),
             "tokenisations": self.tokenisations,
             "unguarded_requests": self.unguarded_requests,
             "faults_struck": self.faults.struck,
@@ -169,15 +156,22 @@ class SimWorker:
     def set_bidirectional(self, *, on: bool) -> None:
         """Switch ``bidirectional_kv_xfer``, as if started so. A prefill worker without it parks handles for ever."""
         self.settings = replace(self.settings, engine=replace(self.settings.engine, bidirectional=on))
-        self.engine.settings = replace(self.engine.settings, bidirectional=on)
+        for rank in self.ranks:
+            rank.engine.settings = replace(rank.engine.settings, bidirectional=on)
 
     def reset(self) -> None:
         """Forget what was counted and received, and take all faults back. KV stays."""
         self.clear_faults()
         self.faults.struck = self.tokenisations = self.unguarded_requests = 0
-        self.engine.counters = Counters()
+        for rank in self.ranks:
+            rank.forget_counts()
         for kept in (self.received, self.requests_by_path, self.body_bytes_by_path):
             kept.clear()
+
+    def skip(self, seconds: float) -> None:
+        """Let the worker's clock jump ahead."""
+        for rank in self.ranks:
+            rank.runner.skip(seconds)
 
     def clear_faults(self) -> None:
         """Take all faults back, and let stalled requests go on."""
@@ -279,23 +273,38 @@ class SimWorker:
         except ApiError:
             self.runner.reject(fields.get("kv_transfer_params"))
             raise
+        runner = self._rank_for(request).runner
         await self._tokenised(call)
         writer = AnswerWriter(call, self.settings, int(time.time()))
         if not call.stream:
-            return _json(writer.whole([_sum(outputs) for outputs in await self._collect(call)]))
+            return _json(writer.whole([_sum(outputs) for outputs in await self._collect(call, runner)]))
         # vLLM answers 200 before the engine has started, whatever comes of it.
         response = web.StreamResponse(headers=SSE)
         await response.prepare(request)
         cut = self.faults.take(Kind.TRUNCATE, **await self._conditions(request))
-        await self._stream(request, response, writer, cut)
+        await self._stream(request, response, self._events(writer, runner), cut)
         return response
 
+    def _rank_for(self, request: web.Request) -> Rank:
+        """Return the rank the request names, else the least loaded; raises ``ApiError``."""
+        named = request.headers.get(names.DATA_PARALLEL_RANK)
+        if named is None:
+            return min(self.ranks, key=lambda rank: rank.load)
+        if not named.isdecimal() or int(named) >= len(self.ranks):
+            message = f"data_parallel_rank {named} is out of range [0, {len(self.ranks)})."
+            raise ApiError(400, "BadRequestError", message)
+        return self.ranks[int(named)]
+
     async def _stream(
-        self, request: web.Request, response: web.StreamResponse, writer: AnswerWriter, cut: Fault | None
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        events: AsyncGenerator[bytes, None],
+        cut: Fault | None,
     ) -> None:
         count = 0
-        async with aclosing(self._events(writer)) as events:
-            async for event in events:
+        async with aclosing(events) as told:
+            async for event in told:
                 if cut is not None and count == cut.after_events:
                     await response.write(event[: len(event) // 2])
                     await asyncio.sleep(cut.seconds or 0)
@@ -305,12 +314,12 @@ class SimWorker:
                 count += 1
         await response.write_eof()
 
-    async def _events(self, writer: AnswerWriter) -> AsyncGenerator[bytes, None]:
+    async def _events(self, writer: AnswerWriter, runner: EngineRunner) -> AsyncGenerator[bytes, None]:
         call = writer.call
         completion_tokens = 0
         try:
             opened = call.dialect != "chat"
-            async with aclosing(self._merged(call)) as merged:
+            async with aclosing(self._merged(call, runner)) as merged:
                 async for output in merged:
                     if not opened:
                         opened = True
@@ -324,23 +333,23 @@ class SimWorker:
             yield b"data: " + _DEAD_BODY + b"\n\n"
         yield DONE
 
-    async def _merged(self, call: ApiCall) -> AsyncGenerator[Output, None]:
+    async def _merged(self, call: ApiCall, runner: EngineRunner) -> AsyncGenerator[Output, None]:
         """Yield what all choices add, interleaved."""
         choices = choices_of(call, self.settings)
         if len(choices) == 1:
-            async with aclosing(outputs(call, choices[0], self.runner, self.settings)) as only:
+            async with aclosing(outputs(call, choices[0], runner, self.settings)) as only:
                 async for output in only:
                     yield output
             return
-        for step in _rounds(await self._collect(call)):
+        for step in _rounds(await self._collect(call, runner)):
             for output in step:
                 yield output
 
-    async def _collect(self, call: ApiCall) -> list[list[Output]]:
+    async def _collect(self, call: ApiCall, runner: EngineRunner) -> list[list[Output]]:
         """Run all choices to their end, side by side."""
 
         async def run(choice: Choice) -> list[Output]:
-            async with aclosing(outputs(call, choice, self.runner, self.settings)) as steps:
+            async with aclosing(outputs(call, choice, runner, self.settings)) as steps:
                 return [output async for output in steps]
 
         async with asyncio.TaskGroup() as group:
@@ -409,29 +418,30 @@ class SimWorker:
         return _json(orjson.dumps({"object": "list", "data": [card]}))
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(status=503 if self.engine.dead else 200)
+        return web.Response(status=503 if any(rank.engine.dead for rank in self.ranks) else 200)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        self.engine.expire(self.runner.now())
-        waiting = len(self.engine.waiting)
-        body = metrics_text(self.engine, self.settings, running=self.runner.running_count - waiting, waiting=waiting)
+        for rank in self.ranks:
+            rank.engine.expire(rank.runner.now())
+        body = metrics_text(self.ranks, self.settings)
         return web.Response(text=body, content_type="text/plain", charset="utf-8")
 
     async def _version(self, _: web.Request) -> web.Response:
         return _json(orjson.dumps({"version": self.settings.vllm_version}))
 
     async def _load(self, _: web.Request) -> web.Response:
-        return _json(orjson.dumps({"server_load": self.runner.running_count}))
+        return _json(orjson.dumps({"server_load": sum(rank.runner.running_count for rank in self.ranks)}))
 
     async def _sim_report(self, _: web.Request) -> web.Response:
         return _json(orjson.dumps(self.report()))
 
     async def _sim_read(self, request: web.Request) -> web.Response:
         asked = orjson.loads(await request.read())
-        if asked["engine_id"] != self.engine.engine_id:
+        rank = next((rank for rank in self.ranks if rank.engine.engine_id == asked["engine_id"]), None)
+        if rank is None:
             return web.Response(status=409, text="another engine id: this worker restarted")
         try:
-            memories = await self.serve_read(asked["request_id"], asked["blocks"], asked["expiry_time"])
+            memories = await rank.serve_read(asked["request_id"], asked["blocks"], asked["expiry_time"])
         except ReadFailedError as error:
             return web.Response(status=409, text=str(error))
         return _json(orjson.dumps({"blocks": [memory_to_json(memory) for memory in memories]}))
@@ -462,14 +472,8 @@ class SimWorker:
         await self.start()
 
     async def _sim_clock(self, request: web.Request) -> web.Response:
-        self.runner.skip(float(orjson.loads(await request.read())["skip_seconds"]))
+        self.skip(float(orjson.loads(await request.read())["skip_seconds"]))
         return web.Response(status=204)
-
-    def _new_engine(self) -> Engine:
-        settings = self.settings.engine
-        if self.settings.vllm_version.startswith("0.33"):
-            settings = replace(settings, registration_generation=1)
-        return Engine(settings, host=self.settings.advertised_host, port=self.port)
 
 
 _DEAD_BODY: Final = orjson.dumps(
