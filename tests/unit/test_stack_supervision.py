@@ -100,9 +100,11 @@ def test_stop_asks_before_it_kills(tmp_path: Path) -> None:
 
 OWNER = textwrap.dedent(
     f"""
-    import os, sys, time
+    import os, signal, sys, time
     from pathlib import Path
     from workers.supervision import Component, stop_all
+    # A shell that runs the tests in the background would have us ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = Path(sys.argv[1])
     parts = [
         Component(
