@@ -332,8 +332,7 @@ class Connection:
 
     def _peer_reset(self, stream: Stream | None) -> None:
         if stream is not None:
-            self._close(stream)
-            stream.events.reset()
+            self._close(stream).reset()
 
     def _window_update(self, stream_id: int, increment: int) -> None:
         if not increment:
@@ -420,8 +419,7 @@ class Connection:
         """End a stream at once, and tell who serves it."""
         if not stream.is_closed:
             self._frame(_RST_STREAM, 0, stream.id, code.to_bytes(_CODE_BYTES, "big"))
-            self._close(stream)
-            stream.events.reset()
+            self._close(stream).reset()
 
     def shut_down(self) -> None:
         """Ask the peer for no more streams; those it opened before it heard of it are still served."""
@@ -442,10 +440,15 @@ class Connection:
             stream.opened = True
             self._frame(_HEADERS, _END_HEADERS, stream.id, _RESPONSE_HEADERS)
 
-    def _close(self, stream: Stream) -> None:
+    def _close(self, stream: Stream) -> StreamEvents:
+        """Forget a stream, and return who served it."""
         stream.is_closed = True
         self.streams.pop(stream.id, None)
         self._blocked.pop(stream.id, None)
+        events = stream.events
+        # They refer to each other; left so, a request's body would stay until the garbage collector comes by.
+        del stream.events
+        return events
 
     def _send_blocked(self) -> None:
         """Send what flow control allows now, stream after stream, so that none starves."""

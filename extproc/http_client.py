@@ -130,6 +130,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, _: Exception | None) -> None:
         self.is_open = False
         self._transport = None
+        del self._parser  # they refer to each other
         if self._ends_with_connection:
             self._finish()
         elif self._answer is not None and not self._answer.done():

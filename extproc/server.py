@@ -13,6 +13,7 @@ import uvloop
 
 from extproc.admin import start_admin
 from extproc.errors import ConfigError
+from extproc.garbage import keep_collections_short
 from extproc.gateway import RELEASE_TIMEOUT_SECONDS, Gateway
 from extproc.grpc_server import GrpcServer
 from extproc.log import configure_logging
@@ -83,6 +84,7 @@ async def _run_background(gateway: Gateway, server: GrpcServer, readiness: Readi
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(gateway.run_background())
         tasks.create_task(readiness.watch(start_serving))
+        tasks.create_task(keep_collections_short())
 
 
 async def _start_grpc(gateway: Gateway, settings: GatewaySettings) -> GrpcServer:

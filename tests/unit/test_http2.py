@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import weakref
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -464,6 +465,20 @@ def test_an_answer_to_a_ping_of_nobodys_is_nothing() -> None:
     server.take_output()
     server.receive(frame(0x6, 0x1, 0, b"whatever"))
     assert (server.take_output(), served[0].told) == (b"", [])
+
+
+@pytest.mark.parametrize("by_peer", [False, True])
+def test_an_ended_stream_keeps_nothing_alive(*, by_peer: bool) -> None:
+    """A request's body would else wait for the garbage collector."""
+    server, served = opened()
+    recorder, seen = served.pop(), []
+    seen.append(weakref.ref(recorder))
+    if by_peer:
+        server.receive(frame(0x3, 0, 1, bytes(4)))
+    else:
+        server.finish(recorder.stream, 0)
+    del recorder
+    assert seen[0]() is None
 
 
 def test_a_stream_is_reset_once() -> None:
