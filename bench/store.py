@@ -35,7 +35,7 @@ MILLISECOND: Final = 1e3
 MICROSECOND: Final = 1e6
 STORE_SIZES: Final = (100, 1_000, 10_000, 100_000)
 OPERATIONS: Final = 2_000
-HANDLE_TOKENS: Final = (131_072, 524_288, 2_097_152, 8_388_608)
+HANDLE_TOKENS: Final = (131_072, 524_288, 1_048_576, 2_097_152, 8_388_608)
 """The third makes an event of about a megabyte."""
 
 REPEATS: Final = 5

@@ -46,6 +46,11 @@ def test_what_made_the_times_is_found_again() -> None:
     assert found.transfer_bytes_per_second == pytest.approx(REAL.transfer_bytes_per_second, rel=0.05)
 
 
+def test_the_ttft_bench_tells_legs_too() -> None:
+    turn = {"kind": "cold", "prompt_tokens": 506, "reused_tokens": 0, "prefill_ms": 544.6, "render_ms": None}
+    assert read_legs({"turns": [turn]}) == [Leg(506, 0, 0.5446)]
+
+
 def test_a_cost_that_shows_nowhere_is_none_and_none_is_below_zero() -> None:
     measured = [Leg(100, 0, 1.0), Leg(200, 0, 1.9), Leg(400, 0, 3.5)]  # less than linear
     found = fit(measured, kv_bytes_per_token=1)
@@ -74,7 +79,10 @@ def test_the_command_reads_demos_and_prints_the_fit(tmp_path: Path, capsys: pyte
     assert "--attention-pairs-per-second" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", [None, "{}", "[]", "no json", '{"turns": [{"receipt_on": "outcome=refused"}]}'])
+@pytest.mark.parametrize(
+    "content",
+    [None, "{}", "[]", "no json", '{"turns": [{"prefill_ms": 1}]}', '{"turns": [{"receipt_on": "outcome=refused"}]}'],
+)
 def test_what_is_no_demo_is_said(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "demo.json"
     if content is not None:

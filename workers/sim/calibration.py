@@ -1,4 +1,6 @@
-"""Fit the simulated workers' timing to real runs: ``kvloop demo --json`` tells how long each prefill leg took, and of what.
+"""Fit the simulated workers' timing to real runs.
+
+What ``kvloop demo`` and ``kvloop bench ttft`` write with ``--json`` tells how long each prefill leg took, and of what.
 
 One leg takes: an overhead; a time per computed token; a time per pair of a computed token and one it attends to (the
 quadratic term); a time per token read from the decode worker. The four are fitted by least squares on relative errors,
@@ -36,16 +38,18 @@ class Leg:
         return (1.0, computed, attention_pairs(self.reused, computed), self.reused)
 
 
-def read_legs(demo: dict[str, Any]) -> list[Leg]:
-    """Return the prefill legs of a demo's JSON; raises ``ValueError`` if it holds none."""
+def read_legs(run: dict[str, Any]) -> list[Leg]:
+    """Return the prefill legs of a run's JSON; raises ``ValueError`` if it holds none."""
     legs = []
-    for turn in demo.get("turns", ()):
+    for turn in run.get("turns", ()):
+        if "prefill_ms" in turn:
+            legs.append(Leg(turn["prompt_tokens"], turn["reused_tokens"], turn["prefill_ms"] / 1000))
         for receipt in (turn.get("receipt_off"), turn.get("receipt_on")):
             told = dict(_RECEIPT.findall(receipt or ""))
             if told.keys() == {"prompt", "reused", "prefill_ms"}:
                 legs.append(Leg(int(told["prompt"]), int(told["reused"]), float(told["prefill_ms"]) / 1000))
     if not legs:
-        raise ValueError("no turn with a receipt that tells prompt, reused and prefill_ms")
+        raise ValueError("no turn tells prompt, reused tokens and the prefill leg's time")
     return legs
 
 

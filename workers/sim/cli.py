@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "demos",
         type=Path,
         nargs="*",
-        metavar="DEMO.json",
-        help="calibrate: fit the timing to these real runs (kvloop demo --json)",
+        metavar="RUN.json",
+        help="calibrate: fit the timing to these real runs (kvloop demo or bench ttft, --json)",
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--advertised-host", help="the host in handles, where peers read KV (default: --host)")
@@ -79,13 +79,15 @@ def main(args: argparse.Namespace) -> int:
 
 def _calibrate(args: argparse.Namespace) -> int:
     if not args.demos:
-        raise ConfigError("nothing to calibrate with: name one or more files that kvloop demo --json wrote")
+        raise ConfigError(
+            "nothing to calibrate with: name one or more files that kvloop demo or bench ttft wrote with --json"
+        )
     legs = []
     for path in args.demos:
         try:
             legs += read_legs(json.loads(path.read_bytes()))
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{path} is not what kvloop demo --json writes: {error}") from error
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is not what kvloop demo or bench ttft writes with --json: {error}") from error
     print(as_text(fit(legs, kv_bytes_per_token=args.kv_bytes_per_token), legs))  # noqa: T201 - what was asked for
     return 0
 
