@@ -25,6 +25,7 @@ $(READY): pyproject.toml workers/setup_cpu.sh tests/deploy/cluster_tools.py
 	@$(BIN)/python -m pip install -qq -e '.[demo,otel]' --group tests --group fuzz --group deploy --group docs --group lint
 	@$(BIN)/python tests/deploy/cluster_tools.py
 	@sh workers/setup_cpu.sh $(VENV)
+	@$(BIN)/python -m workers.venvs
 	@command -v promtool >/dev/null || echo "The tests need Prometheus: on Debian, apt-get install --no-install-recommends prometheus"
 	@touch $(READY)
 

@@ -261,9 +261,14 @@ class HttpExchange(ABC):
             self.receipt.conversation = str(self._key)
             self.receipt.reason = self._reuse_ruled_out(request)
 
+    @property
+    def _is_first_turn(self) -> bool:
+        """Whether nothing was kept for this conversation when the turn came."""
+        return self.receipt.held_tokens is None
+
     def _kind(self) -> str:
         """Name whose habits tell when this conversation comes back: the tenant's, at a first or at a later turn."""
-        position = "first" if self.receipt.held_tokens is None else "later"
+        position = "first" if self._is_first_turn else "later"
         return f"{tenant_hash(self.headers, self.settings.tenant_header)}:{position}"
 
     def _reuse_ruled_out(self, request: ApiRequest) -> Reason | None:

@@ -86,6 +86,11 @@ class DecodeExchange(CapturingExchange):
     def _is_followed(self) -> bool:
         return self._orchestrator_owns_handles or self._key is not None
 
+    @property
+    def _is_first_turn(self) -> bool:
+        """Tell by the prefill role's receipt: what was kept has been taken there."""
+        return self._mark is None or "held=" not in self._mark.receipt
+
     def _key_of(self, handle: Handle) -> ConversationKey | None:
         if not self._orchestrator_owns_handles:
             return self._key

@@ -117,7 +117,7 @@ RELEASES: Final = Described(
     "Handles D was told to free: `failed` ones stay pinned until D's TTL; `dropped` ones found the queue full.",
     {
         "reason": "why the handle was not used: one of `kvloop_handles_dropped_total`'s reasons, one of"
-        " `kvloop_turns_total`'s, `refused`, `abandoned`, `failed` or `no_sequence`",
+        " `kvloop_turns_total`'s, `refused`, `abandoned`, `failed`, `no_sequence` or `prompt_unmarked`",
         "result": ("freed", "failed", "dropped"),
     },
 )

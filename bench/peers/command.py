@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bench.load import AFTER_TTL_SECONDS, costs, per
 from bench.peers.fronts import KVLOOP, LEGS, PEERS, Peer
-from bench.peers.venvs import PeerAbsentError
 from bench.plots import plot_peers
 from bench.progress import ProgressLine
 from bench.results import machine, write_json
@@ -27,6 +26,7 @@ from bench.site import HOST, Site, SiteOptions
 from bench.statistics import percentiles
 from bench.tables import table
 from workers.supervision import StackError
+from workers.venvs import PeerAbsentError
 
 if TYPE_CHECKING:
     import argparse

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from bench.peers.venvs import FASTAPI, VLLM_ROUTER, Environment
 from bench.site import HOST, Front, envoy_alone, free_ports, get, kvloop
+from workers.venvs import FASTAPI, VLLM_ROUTER, Environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -77,7 +77,7 @@ def test_peers_are_set_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_an_absent_peer_is_named_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bench.peers import venvs  # noqa: PLC0415 - beside what it breaks
+    from workers import venvs  # noqa: PLC0415 - beside what it breaks
 
     def cannot(*_: object) -> None:
         raise venvs.PeerAbsentError("no network today")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,8 +14,10 @@ from otlp_collector import Collector
 
 from extproc.headers import ROLE
 from extproc.stream import PROCESS_PATH
+from workers.intercepted import VLLM_ROUTER
 from workers.sim.faults import Fault, Kind
 from workers.sim.text import WORDS
+from workers.supervision import Component, inherited_environment, wait_until_ready
 
 DOCUMENT = "".join(WORDS[1000:1300])
 NOTHING_REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
@@ -260,3 +263,31 @@ def test_each_of_an_orchestrators_legs_has_a_span_of_its_own(intercepted: Any) -
         router.gateway.until(lambda: legs_by_request() == expected, "every leg's span has arrived")
         outcomes = {span.attributes["kvloop.outcome"] for span in collector.spans if not span.parent}
         assert outcomes == {"cold", "reused", "watched"}
+
+
+def test_vllm_router_as_it_comes_from_pypi_needs_to_know_nothing(intercepted: Any, tmp_path: Path) -> None:
+    router = intercepted()
+    port, spare = free_ports(2)
+    VLLM_ROUTER.environment.make(print)
+    argv = VLLM_ROUTER.argv(port, spare, f"http://{HOST}:{router.prefill_port}", f"http://{HOST}:{router.decode_port}")
+    component = Component("vllm-router", argv, inherited_environment(), tmp_path / "vllm-router.log", grace_seconds=2.0)
+    component.start()
+    try:
+        gateway = router.gateway
+        wait_until_ready(
+            {"vllm-router": (component, lambda: gateway._answers(port, "/health"))},
+            timeout_seconds=60.0,
+            progress=lambda _: None,
+        )
+        messages, outcomes = [], []
+        for text in (DOCUMENT, "And then?", "And after that?"):
+            messages.append({"role": "user", "content": text})
+            body = {"model": "sim", "messages": messages, "stream": True, "session_id": "s1"}
+            answer = gateway.post("/v1/chat/completions", body, port=port)
+            assert (answer.status, answer.text) == (200, gateway.right_text(messages))
+            assert answer.told().isdisjoint(HANDLE_KEYS)
+            outcomes.append(answer.outcome)
+            messages.append({"role": "assistant", "content": answer.text})
+        assert outcomes == ["cold", "reused", "reused"]
+    finally:
+        component.stop()

@@ -17,7 +17,6 @@ from bench.load import costs, is_good, per
 from bench.peers.command import as_row, as_text, joined, with_added_time
 from bench.peers.command import is_good as peers_are_good
 from bench.peers.fronts import LEGS
-from bench.peers.venvs import Environment, PeerAbsentError
 from bench.processes import proxy_and_load_cores, usable_cores, usage_of
 from bench.site import without_ext_proc
 from bench.statistics import percentiles, two_costs
@@ -25,6 +24,7 @@ from bench.tables import table
 from bench.traffic import said
 from extproc import envoy_config
 from extproc.settings import EnvoySettings
+from workers.venvs import Environment, PeerAbsentError
 
 STREAM = b'data: {"choices":[{"delta":{"content":" a"}}]}\n\ndata: {"choices":[{"delta":{"content":" b"}}]}\n\ndata: [DONE]\n\n'
 
@@ -241,7 +241,7 @@ def test_an_environment_is_made_again_when_its_requirements_change(
 ) -> None:
     monkeypatch.setenv("KVLOOP_CACHE", str(tmp_path))
     ran: list[list[str]] = []
-    monkeypatch.setattr("bench.peers.venvs._run", lambda argv, _: ran.append(argv))
+    monkeypatch.setattr("workers.venvs._run", lambda argv, _: ran.append(argv))
     environment = Environment("one", ("a==1",))
     environment.directory.mkdir(parents=True)
     environment.make(lambda _: None)

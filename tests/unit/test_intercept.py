@@ -113,11 +113,15 @@ def test_a_conversation_under_somebody_elses_orchestrator() -> None:
         "outcome=cold, reason=nothing_kept, reused=0, prompt=100, prefill_ms=250.0"
     )
 
+    first_kinds = decoded.kinds
+
     # Turn 2. P renders the prompt, it is proven to go on where D stands, and P reads D's KV.
     prefilled, decoded = router.turn(SECOND_PROMPT, [700], session_id="c1")
     (leg,) = prefilled.leg_bodies(Leg.PREFILL)
     assert leg["kv_transfer_params"] == handle_of_turn(1) | {"prompt_token_ids": SECOND_PROMPT}
     assert str(prefilled.receipt.outcome) == "reused"
+    # Both were told apart for the retention's sake.
+    assert [kind.partition(":")[2] for kind in (*first_kinds, *decoded.kinds)] == ["first", "later"]
     assert "outcome=reused, reused=102" in (header(decoded.response_headers.set_headers, "x-kvloop-receipt") or "")
     assert decoded.receipt.captured == "kept"
 

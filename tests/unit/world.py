@@ -91,6 +91,7 @@ class Seen:
     answers: list[Answer] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
     learns: list[LearnBlockSize] = field(default_factory=list)
     client_body: bytes = b""
     received: int = 0
@@ -190,6 +191,7 @@ class World:
             case Take(key):
                 return self.store.take(key)
             case Keep(key, turn) | Restore(key, turn):
+                seen.kinds += [effect.kind]
                 keep = self.store.put if isinstance(effect, Keep) else self.store.restore
                 seen.releases += [Release(drop.turn.handle, drop.turn.model, drop.reason) for drop in keep(key, turn)]
             case Release():

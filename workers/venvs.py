@@ -70,3 +70,12 @@ def _run(argv: list[str], name: str) -> None:
     if done.returncode:
         complaint = " ".join((done.stderr or done.stdout).split())[-COMPLAINT_CHARACTERS:]
         raise PeerAbsentError(f"{name} could not be installed: {complaint}")
+
+
+def main() -> None:
+    """Make the environments the end-to-end tests need; part of ``make setup``."""
+    VLLM_ROUTER.make(print)
+
+
+if __name__ == "__main__":
+    main()
