@@ -63,5 +63,6 @@ def turn_facts(exchange: HttpExchange, traced_as: str | None) -> dict[str, Any]:
         "decode_ms": receipt.decode_ms and round(receipt.decode_ms, 1),
         "ttft_ms": receipt.ttft_ms and round(receipt.ttft_ms, 1),
         "captured": receipt.captured,
+        "abandoned": receipt.abandoned,
     }
     return {key: value for key, value in facts.items() if value is not None}

@@ -225,7 +225,7 @@ class Metrics:
         cold = (Reason.READ_FAILED, Reason.RENDER_FAILED, Reason.PREFILL_FAILED, Reason.BLOCK_SIZE_UNKNOWN)
         alone = (Reason.PREFILL_FAILED, Reason.PREFILL_TIMEOUT, Reason.PREFILL_UNREACHABLE, Reason.PREFILL_WITHOUT_KV)
         first: list[tuple[Any, Iterable[tuple[str, ...]]]] = [
-            (self._turns, [(Outcome.REUSED, "")]),
+            (self._turns, [(Outcome.REUSED, ""), (Outcome.REFUSED, Reason.OVERLOADED)]),
             (self._turns, product([Outcome.COLD], cold)),
             (self._turns, product([Outcome.DECODE_ONLY], alone)),
             (self._ttft, product(Outcome)),

@@ -247,6 +247,7 @@ def _became(exchange: HttpExchange) -> dict[str, Any]:
         "kvloop.reused_tokens": receipt.reused_tokens,
         "kvloop.held_tokens": receipt.held_tokens,
         "kvloop.captured": receipt.captured,
+        "kvloop.abandoned": receipt.abandoned and str(receipt.abandoned),
     }
 
 
