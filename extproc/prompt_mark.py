@@ -99,6 +99,9 @@ def _read(value: Any) -> PromptMark | None:
     # ``type``, not ``isinstance``: to Python, JSON's true is the integer 1.
     if any(type(number) is not int for number in (tokens, *tail)):
         return None
+    whole, rest = divmod(tokens, proof.CHUNK_TOKENS)
+    if tokens < 0 or len(digest) != (proof.DIGEST_BYTES if whole else 0) or len(tail) != rest:
+        return None
     if not receipt.isascii() or not receipt.isprintable() or len(receipt) > _RECEIPT_MAX_CHARACTERS:
         # It becomes a header.
         return None

@@ -19,6 +19,7 @@ from extproc import http2, legs, splice
 from extproc.endpoints import CHAT, COMPLETIONS
 from extproc.errors import ClientError
 from extproc.handle import HandleRefused, read_publication
+from extproc.prompt_mark import MARK_KEY, put_mark, take_mark
 from extproc.proof import fingerprint, to_json
 from extproc.request import EXTRA_ARGUMENTS_FIELD, FORBIDDEN_FIELDS, parse_request
 from extproc.reuse import Attachment, prove
@@ -48,6 +49,14 @@ HANDLE = [
         "remote_num_tokens": TOKENS,
         "remote_blocks_expiry_time": 12345.678901234,
         "transfer_mode": "pull",
+        MARK_KEY: {
+            "v": 1,
+            "tokens": 4,
+            "chunks": "",
+            "tail": [0, 1, 2, 3],
+            "host": "10.0.0.7",
+            "receipt": "outcome=cold",
+        },
         handles.DIGEST_KEY: {**to_json(fingerprint(range(TOKENS))), "block_size": 32},
     }.items()
 ]
@@ -211,6 +220,7 @@ def handle(data: bytes) -> None:
     parsed = _parsed(raw)
     if not isinstance(parsed, dict):
         return
+    _check_mark(raw, parsed)
     try:
         publication = read_publication(raw)
     except HandleRefused:
@@ -236,6 +246,21 @@ def handle(data: bytes) -> None:
         assert attached.keys() == params.keys()
         assert attached["remote_num_tokens"] == verdict.tokens < len(prompt)
         assert verdict.tokens <= min(publication.sequence.length, found.tokens)
+
+
+def _check_mark(raw: bytes, parsed: dict[str, Any]) -> None:
+    """Whatever a mark says, it is taken out, and nothing else but P's host changes."""
+    params, mark = take_mark(raw)
+    left = orjson.loads(params)
+    unmarked = {name: value for name, value in parsed.items() if name != MARK_KEY}
+    if mark is None:
+        assert left == unmarked
+        return
+    assert mark.tokens >= 0
+    assert left == unmarked or {**left, "remote_host": None} == {**unmarked, "remote_host": None}
+    ids = list(range(TOKENS))
+    again, same = take_mark(put_mark(params, ids, mark.receipt))
+    assert (again, same is not None and same.agrees(fingerprint(ids), ids)) == (params, True)
 
 
 # --- HTTP/2 ---------------------------------------------------------------------------------------------------------

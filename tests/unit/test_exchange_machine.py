@@ -1,4 +1,4 @@
-"""Any number of exchanges, side by side, told anything in any order: what must hold of them holds after every step.
+"""Exchanges of every role, side by side, told anything in any order: what must hold of them holds after every step.
 
 Hypothesis plays Envoy, P, D and the clock. What is true of each handle (the tokens behind it) only this module knows, so
 what an exchange attaches is checked against the tokens themselves, not against the proof's digests.
@@ -45,8 +45,12 @@ from extproc.events import (
     Take,
 )
 from extproc.exchange import Exchange
-from extproc.http_exchange import StreamEnded
+from extproc.handle import COLD_PREFILL
+from extproc.http_exchange import HttpExchange, StreamEnded
+from extproc.intercept_decode import DecodeExchange
+from extproc.intercept_prefill import PrefillExchange
 from extproc.pool import PoolKnowledge
+from extproc.prompt_mark import put_mark
 from extproc.settings import GatewaySettings
 from extproc.sse import EventTooLarge
 from extproc.store import Dropped, MemoryStore
@@ -55,7 +59,7 @@ SETTINGS = GatewaySettings(event_max_bytes=20_000, handle_ttl_seconds=100, handl
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HISTORY = list(range(1000, 1160))
 
-shares = st.sampled_from([0, 40, 64, 96, 1000, 1000, 1000])
+shares = st.sampled_from([1000, 1000, 1000, 1000, 96, 64, 40, 0])
 """How many tokens of the conversation's history a prompt keeps; all of them, most often."""
 
 rarely = st.integers(0, 5).map(lambda dice: dice == 5)
@@ -74,7 +78,7 @@ ANSWERS = {
 class Run:
     """One exchange under way, and what it has been told and has said."""
 
-    exchange: Exchange
+    exchange: HttpExchange
     steps: Generator[Effect, Any, None]
     path: str
     conversation: str | None
@@ -114,15 +118,18 @@ class ExchangeMachine(RuleBasedStateMachine):
     # --- Envoy ------------------------------------------------------------------------------------------------------
 
     @rule(
+        role=st.sampled_from([Exchange, Exchange, Exchange, PrefillExchange, DecodeExchange]),
         path=st.sampled_from([CHAT] * 5 + [COMPLETIONS, COMPLETIONS, "/v1/embeddings"]),
-        conversation=st.sampled_from(["a"] * 5 + ["b", "b", "c", None, "x" * 300]),
+        conversation=st.sampled_from(["a"] * 8 + ["b", "b", "c", None, "x" * 300]),
         shared=shares,
         own=st.sampled_from([0, 0, 1, 5, 31, 60]),
         has_body=st.sampled_from([True] * 9 + [False]),
     )
     @precondition(lambda self: len(self.runs) < 3)
-    def open(self, path: str, conversation: str | None, shared: int, own: int, *, has_body: bool) -> None:
-        exchange = Exchange(SETTINGS, self.pool)
+    def open(
+        self, role: type[HttpExchange], path: str, conversation: str | None, shared: int, own: int, *, has_body: bool
+    ) -> None:
+        exchange = role(SETTINGS, self.pool)
         history = self.histories.get(conversation, HISTORY)
         run = Run(exchange, exchange.run(), path, conversation, history[:shared] + [7] * own)
         self.runs.append(run)
@@ -163,7 +170,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         run = self.receiving(which)
         if run is None or run.request_ended or run.response_begun:
             return
-        text = orjson.dumps(self.body(body, run.prompt)) if body != "broken" else b'{"model":'
+        text = orjson.dumps(self.body(body, run)) if body != "broken" else b'{"model":'
         self.tell(run, RequestBody(text[:cut], end_of_stream=False, at=self.now))
         run = self.again(run)
         if run is not None:
@@ -183,9 +190,9 @@ class ExchangeMachine(RuleBasedStateMachine):
     @rule(
         which=st.integers(0, 2),
         generated=st.integers(1, 40),
-        digest=st.sampled_from(["right", "right", "none", "half"]),
+        digest=st.sampled_from(["right", "right", "right", "right", "none", "half"]),
         changes=st.sampled_from([{}, {}, {}, {"transfer_mode": "push"}, {"remote_host": "localhost"}, {"x_new": 1}]),
-        restarted=st.booleans(),
+        restarted=rarely,
         end=st.sampled_from(["later", "body", "trailers"]),
     )
     @precondition(lambda self: any(run.response_begun for run in self.runs))
@@ -288,7 +295,7 @@ class ExchangeMachine(RuleBasedStateMachine):
         result = LegResult(status, orjson.dumps(body), self.now, seconds, error=error)
         self.go_on(run, result)
 
-    @rule(seconds=st.sampled_from([0.5, 20.0, 50.0]))
+    @rule(seconds=st.sampled_from([0.5, 1.0, 20.0, 50.0]))
     @precondition(lambda self: len(self.store))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
@@ -432,11 +439,18 @@ class ExchangeMachine(RuleBasedStateMachine):
         assert not self.pool.prompt_ids_differed
         assert "kvloop_digest" not in params
 
-    def body(self, kind: str, prompt: list[int]) -> dict[str, Any]:
+    def body(self, kind: str, run: Run) -> dict[str, Any]:
+        """Return a client's request or, in the other roles, what an orchestrator sends to P or to D."""
         body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+        match run.exchange:
+            case PrefillExchange():
+                body |= {"stream": False, "kv_transfer_params": orjson.loads(COLD_PREFILL)}
+            case DecodeExchange():
+                marked = put_mark(orjson.dumps(FOR_DECODE), run.prompt if kind != "echo" else [1, 2, 3], "outcome=cold")
+                body["kv_transfer_params"] = orjson.loads(marked)
         match kind:
             case "ids":
-                body["prompt"] = prompt
+                body["prompt"] = run.prompt
             case "two":
                 body["n"] = 2
             case "echo":
@@ -451,4 +465,4 @@ def name_of(raw: bytes) -> str:
 
 
 class TestExchange(ExchangeMachine.TestCase):  # type: ignore[misc,name-defined]
-    settings = settings(max_examples=200, stateful_step_count=60)
+    settings = settings(max_examples=300, stateful_step_count=70)
