@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -54,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in problems(error):
             print(f"kvloop: {problem}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("kvloop: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs what is not installed" in told
 
 
-def refuse(module: types.ModuleType, error: Exception | None = None) -> None:
+def refuse(module: types.ModuleType, error: BaseException | None = None) -> None:
     """Let the command fail: with ``error``, or with what wrong settings raise."""
 
     def main(_: Any) -> int:
@@ -110,6 +110,12 @@ def test_each_wrong_setting_is_one_line_that_names_it(
     told = capsys.readouterr().err.splitlines()
     assert len(told) == len(lines)
     assert all(line.startswith(f"kvloop: {start}") for line, start in zip(told, lines, strict=True))
+
+
+def test_ctrl_c_at_any_time_is_one_line(commands: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    refuse(commands, KeyboardInterrupt())
+    assert cli.main(["good"]) == 130
+    assert capsys.readouterr().err == "kvloop: interrupted\n"
 
 
 def test_any_other_error_is_a_fault_and_keeps_its_traceback(commands: types.ModuleType) -> None:
