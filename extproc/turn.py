@@ -112,15 +112,17 @@ class StreamedTurn:
             return True
         if self._watch.learn_token_ids or _ESCAPE in data:
             return False
-        nulls = data.count(_NULL_TRANSFER)
-        self.learned.null_transfer_seen |= nulls > 0
-        return data.count(_TRANSFER_WORD) == nulls
+        # As many nulls as words in all of them is as many in each: one answer for them together and one by one.
+        if data.count(_TRANSFER_WORD) != data.count(_NULL_TRANSFER):
+            return False
+        self.learned.null_transfer_seen = True
+        return True
 
     def _may_hold_ours(self, data: bytes) -> bool:
         return _TRANSFER_WORD in data or _ESCAPE in data or (self._watch.learn_token_ids and _ANY_IDS_WORD in data)
 
     def _client_event(self, event: bytes) -> bytes:
-        if not self._may_hold_ours(event):
+        if self._is_plain(event):
             return event
         simple = self._without_ids(event)
         if simple is not None:

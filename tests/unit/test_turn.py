@@ -354,3 +354,26 @@ def test_a_fold_tells_whether_it_holds_bytes_back(fold: TurnFold) -> None:
     assert not fold.holds_bytes
     fold.feed(b"data: {", end=False)
     assert fold.holds_bytes
+
+
+HANDLE_EVENT = sse({"choices": [], "kv_transfer_params": handle_params(64)}).removesuffix(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b': "kv_transfer_params":null\n\n' + HANDLE_EVENT,
+        b'"kv_transfer_params":null\n\n' + HANDLE_EVENT,
+        b'data: {"a":{"kv_transfer_params":null}}\n\n' + HANDLE_EVENT,
+        HANDLE_EVENT + b'data: {"choices":[],"kv_transfer_params":null}\n\n',
+        HANDLE_EVENT + b'data: {"kv_transfer_params": null}\n\n' + HANDLE_EVENT,
+    ],
+)
+@pytest.mark.parametrize("watch", [ASKS, ASKS_NOTHING, CLIENT_ASKS])
+def test_hazard_19_34_a_null_that_is_no_member_or_comes_late_is_the_same_in_every_cut(
+    stream: bytes, watch: Watch
+) -> None:
+    """Whether a handle leaves a null behind must not depend on what else came in the same piece."""
+    expected = feed(StreamedTurn(watch), [stream])
+    for cut in range(1, len(stream)):
+        assert feed(StreamedTurn(watch), [stream[:cut], stream[cut:]]) == expected
