@@ -37,12 +37,21 @@ class Shape:
     @property
     def mode(self) -> dict[str, Any]:
         """Return the processing mode that holds on a handled route, as far as it is not Envoy's default."""
-        found = self.http_filter["typed_config"]["processing_mode"]
-        for settings in (self.virtual_host, self.handled):
-            override = settings.get(self.http_filter["name"], {})
-            override = override.get("config", override)
-            found = override.get("overrides", {}).get("processing_mode", found)
-        return {key: value for key, value in found.items() if value != "NONE"}
+        mode = self._overrides.get("processing_mode", self.http_filter["typed_config"]["processing_mode"])
+        return {key: value for key, value in mode.items() if value != "NONE"}
+
+    @property
+    def role(self) -> str | None:
+        """Return the role Envoy names to the processor on a handled route."""
+        named = {one["key"]: one["value"] for one in self._overrides.get("grpc_initial_metadata", ())}
+        return named.get("x-kvloop-role")
+
+    @property
+    def _overrides(self) -> dict[str, Any]:
+        """Return what a handled route, or else the virtual host, says against the filter."""
+        settings = {**self.virtual_host, **self.handled}.get(self.http_filter["name"], {})
+        overrides: dict[str, Any] = settings.get("config", settings).get("overrides", {})
+        return overrides
 
     def put_into(self, bootstrap: dict[str, Any]) -> None:
         """Replace kvloop's filter in a rendered bootstrap by this one."""
