@@ -51,7 +51,7 @@ def test_more_than_can_be_served_is_refused_at_once_and_the_others_are_served(st
 
 
 def test_answers_being_streamed_do_not_count_as_waiting_for_their_prefill(start_gateway) -> None:
-    slow = worker("decode", timing=Timing(decode_tokens_per_second=20))
+    slow = worker("decode", timing=Timing(decode_tokens_per_second=40))
     gateway = start_gateway(decode=[slow], extproc_env={"KVLOOP_MAX_PREPARING_REQUESTS": "1"})
     with ThreadPoolExecutor(1) as pool:
         streaming = pool.submit(gateway.chat, "c", HI, max_tokens=60, ignore_eos=True)
