@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, Final
 from extproc import legs
 from extproc.events import Effect, Leg, LegResult, Take
 from extproc.http_exchange import OK, HttpExchange
+from extproc.proof import common_prefix
 from extproc.receipt import Outcome, Reason
 from extproc.reuse import Attachment, prove
+from extproc.store import ReturnedTurn, StoredTurn
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from extproc.request import ApiRequest
-    from extproc.store import StoredTurn
 
 CLIENT_ERRORS: Final = frozenset({400, 401, 403, 404, 413, 422})
 """P's answers that are the client's to mend: passed on unchanged, and no decode leg is sent."""
@@ -31,7 +32,12 @@ class AttachingExchange(HttpExchange):
             if self._ends:
                 yield from self._discard_kept()
             return request.token_id_prompt, None
-        turn: StoredTurn | None = yield Take(self._key)
+        turn: StoredTurn | ReturnedTurn | None = yield Take(self._key)
+        if isinstance(turn, ReturnedTurn):
+            self._returned = turn
+            self.receipt.held_tokens = turn.tokens
+            self.receipt.reason = Reason.RETURN_LOST  # until P says otherwise
+            return request.token_id_prompt, None
         if turn is None:
             self.receipt.reason = Reason.NOTHING_KEPT
             return request.token_id_prompt, None
@@ -52,7 +58,8 @@ class AttachingExchange(HttpExchange):
     def _discard_kept(self) -> Generator[Effect, Any, None]:
         """Release what is kept for a conversation that ends with a turn that does not look at it."""
         if self._key is not None:
-            self._unsent = yield Take(self._key)
+            kept: StoredTurn | ReturnedTurn | None = yield Take(self._key)
+            self._unsent = kept if isinstance(kept, StoredTurn) else None
             yield from self._release_unsent("ended")
 
     def _verdict(self, turn: StoredTurn, prompt_ids: list[int] | None) -> Attachment | Reason:
@@ -74,6 +81,16 @@ class AttachingExchange(HttpExchange):
         self.receipt.render_ms = result.elapsed_seconds * 1000
         self._render_refused = result.status in CLIENT_ERRORS
         return legs.read_rendered(result.body) if result.status == OK else None
+
+    def _note_local_hit(self, prefilled: legs.Prefilled) -> None:
+        """Put down in the receipt what P still had of the turn it had read back, as far as the prompt really goes on from it."""
+        if self._returned is None or prefilled.prompt_ids is None:
+            return
+        proven = min(common_prefix(self._returned.sequence, prefilled.prompt_ids), self._returned.tokens)
+        hit = min(prefilled.cached_tokens or 0, proven)
+        if hit >= self.settings.min_reuse_tokens:
+            self._conclude(Outcome.LOCAL, None)
+            self.receipt.reused_tokens = hit
 
     def _call_attached(
         self, request: ApiRequest, body: bytes

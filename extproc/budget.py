@@ -80,6 +80,7 @@ class Ledger:
         self._rules = rules
         self._entries: dict[ConversationKey, Entry] = {}
         self._engines: dict[str, _Engine] = {}
+        self._elsewhere: dict[ConversationKey, Entry] = {}
 
     # --- what happened ----------------------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class Ledger:
 
     def taken(self, key: ConversationKey, now: float) -> None:
         """Note that a conversation came back."""
-        entry = self._remove(key)
+        entry = self._remove(key) or self._elsewhere.pop(key, None)
         if entry is not None:
             self._advance(entry, now)
             self.gaps.returned(entry.kind, entry.interval)
@@ -104,6 +105,20 @@ class Ledger:
     def dropped(self, key: ConversationKey) -> None:
         """Note that a turn is not kept any more, whatever the reason."""
         self._remove(key)
+        self._elsewhere.pop(key, None)
+
+    def returned(self, key: ConversationKey) -> None:
+        """Note that P has read a turn back: its engine is free of it, but whether the conversation returns is still to be seen."""
+        entry = self._remove(key)
+        if entry is not None:
+            self._elsewhere[key] = entry
+
+    def chance(self, key: ConversationKey, now: float) -> float:
+        """Return how likely a conversation is to come back before its deadline, 0 to 1; 0 for one not kept."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return 0.0
+        return self.gaps.chances(entry.kind, entry.deadline - entry.since)[interval_of(now - entry.since)]
 
     def observed(self, engine_id: str, load: EngineLoad | None, leaving_tokens: int = 0) -> None:
         """Take the engine's own word on its memory, and set its cap by it; ``None``: it did not answer.
@@ -152,7 +167,7 @@ class Ledger:
 
     def expire(self, now: float) -> None:
         """Forget turns whose deadline is past, and let the others grow older."""
-        for key, entry in list(self._entries.items()):
+        for key, entry in [*self._entries.items(), *self._elsewhere.items()]:
             self._advance(entry, now)
             if entry.deadline <= now:
                 self.dropped(key)

@@ -30,7 +30,7 @@ from extproc.turn import Learned, StreamedTurn, TurnFold, Watch, WholeTurn
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from extproc.events import Headers
+    from extproc.events import Headers, Returning
     from extproc.identity import ConversationKey
     from extproc.request import ApiRequest
 
@@ -160,12 +160,21 @@ class CapturingExchange(HttpExchange):
             yield Release(handle, request.model, "expired")
             return
         turn = StoredTurn(handle, sequence, publication.block_size_tokens, request.model, deadline)
-        yield Keep(key, turn, self._kind(), upstream)
+        yield Keep(key, turn, self._kind(), upstream, self._return_plan(request, turn, learned))
         self.receipt.captured = "kept"
 
     def _key_of(self, handle: handles.Handle) -> ConversationKey | None:  # noqa: ARG002 - roles may look at it
         """Return the key under which the next turn will look for this handle."""
         return self._key
+
+    def _return_plan(
+        self,
+        request: ApiRequest,  # noqa: ARG002 - roles may look at them
+        turn: StoredTurn,  # noqa: ARG002
+        learned: Learned,  # noqa: ARG002
+    ) -> Returning | None:
+        """Return how to have P read this turn back right away: it shall not."""
+        return None
 
     def _unwanted(self, request: ApiRequest, handle: handles.Handle) -> str | None:
         """Name why no later turn will read what D retains, None if one may."""

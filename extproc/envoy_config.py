@@ -62,6 +62,7 @@ EXT_PROC_FILTER: Final = "kvloop.ext_proc"
 
 EXT_PROC_CLUSTER: Final = "kvloop_extproc"
 PREFILL_CLUSTER: Final = "prefill"
+PREFILL_BY_CONVERSATION_CLUSTER: Final = "prefill_by_conversation"
 DECODE_CLUSTER: Final = "decode"
 COLLECTOR_CLUSTER: Final = "otlp_collector"
 
@@ -113,7 +114,7 @@ def bootstrap(settings: EnvoySettings) -> boot.Bootstrap:
         static_resources=boot.BootstrapStaticResources(
             listeners=[
                 *(_watched_listener(face, settings) for face in topology.faces),
-                _prefill_listener([face.worker for face in topology.faces if face.worker], settings),
+                _prefill_listener(topology, settings),
             ],
             clusters=[
                 _ext_proc_cluster(settings),
@@ -178,15 +179,25 @@ class Face:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What differs: who is faced, and which clusters there are besides ext_proc's and the P pool."""
+    """What differs: who is faced, and which clusters there are besides ext_proc's and the P pool.
+
+    ``has_affinity``: whether our legs of a conversation go to the P it hashes to.
+    """
 
     faces: Sequence[Face]
     clusters: Sequence[cluster.Cluster]
+    has_affinity: bool = False
 
 
 def _gateway(settings: EnvoySettings) -> Topology:
     face = Face("main", settings.listen, "gateway", DECODE_CLUSTER)
-    return Topology([face], [_decode_cluster(DECODE_CLUSTER, settings.decode, settings)])
+    clusters = [_decode_cluster(DECODE_CLUSTER, settings.decode, settings)]
+    if settings.prefill_affinity:
+        by_conversation = _worker_cluster(
+            PREFILL_BY_CONVERSATION_CLUSTER, settings.prefill, settings.max_prefill_requests, settings
+        )
+        clusters.insert(0, _by_hash(by_conversation, settings.prefill_hash_balance_factor))
+    return Topology([face], clusters, has_affinity=settings.prefill_affinity)
 
 
 def _intercept(settings: EnvoySettings) -> Topology:
@@ -258,14 +269,19 @@ def _watched_listener(face: Face, settings: EnvoySettings) -> listener.Listener:
     return _listener(face.name, face.address, _with_common_options(manager, settings), tls)
 
 
-def _prefill_listener(workers: Sequence[str], settings: EnvoySettings) -> listener.Listener:
+def _prefill_listener(topology: Topology, settings: EnvoySettings) -> listener.Listener:
     """Balance ext_proc's own legs over the P pool, or send them where they must go, and say which worker answered."""
-    one_worker = [
+    particular = [
         _own_leg_route(
-            worker, [route.HeaderMatcher(name=headers.WORKER, string_match=matcher.StringMatcher(exact=worker))]
+            face.worker,
+            [route.HeaderMatcher(name=headers.WORKER, string_match=matcher.StringMatcher(exact=face.worker))],
         )
-        for worker in workers
+        for face in topology.faces
+        if face.worker
     ]
+    if topology.has_affinity:
+        in_conversation = route.HeaderMatcher(name=headers.CONVERSATION, present_match=True)
+        particular.append(_own_leg_route(PREFILL_BY_CONVERSATION_CLUSTER, [in_conversation], [_hash_of_conversation()]))
     manager = hcm.HttpConnectionManager(
         stat_prefix="prefill",
         access_log=[_access_log(settings, {"listener": "prefill", **LOG_FIELDS, **PREFILL_LOG_FIELDS})],
@@ -273,7 +289,7 @@ def _prefill_listener(workers: Sequence[str], settings: EnvoySettings) -> listen
         route_config=route.RouteConfiguration(
             name="prefill",
             virtual_hosts=[
-                route.VirtualHost(name="prefill", domains=["*"], routes=[*one_worker, _own_leg_route(PREFILL_CLUSTER)])
+                route.VirtualHost(name="prefill", domains=["*"], routes=[*particular, _own_leg_route(PREFILL_CLUSTER)])
             ],
         ),
     )
@@ -284,12 +300,20 @@ def _prefill_listener(workers: Sequence[str], settings: EnvoySettings) -> listen
     return built
 
 
-def _own_leg_route(name: str, match: Sequence[route.HeaderMatcher] = ()) -> route.Route:
+def _own_leg_route(
+    name: str, match: Sequence[route.HeaderMatcher] = (), hash_policy: Sequence[route.RouteActionHashPolicy] = ()
+) -> route.Route:
     return route.Route(
         name=name,
         match=route.RouteMatch(prefix="/", headers=list(match)),
-        route=route.RouteAction(cluster=name, timeout=NO_LIMIT),
+        route=route.RouteAction(cluster=name, timeout=NO_LIMIT, hash_policy=list(hash_policy)),
         response_headers_to_add=[_set_header(headers.UPSTREAM, "%UPSTREAM_REMOTE_ADDRESS%")],
+    )
+
+
+def _hash_of_conversation() -> route.RouteActionHashPolicy:
+    return route.RouteActionHashPolicy(
+        header=route.RouteActionHashPolicyHeader(header_name=headers.CONVERSATION), terminal=True
     )
 
 
@@ -456,11 +480,7 @@ def _handled_route(path: str, face: Face) -> route.Route:
         route=route.RouteAction(
             cluster=face.cluster,
             timeout=NO_LIMIT,
-            hash_policy=[
-                route.RouteActionHashPolicy(
-                    header=route.RouteActionHashPolicyHeader(header_name=headers.CONVERSATION), terminal=True
-                )
-            ],
+            hash_policy=[_hash_of_conversation()],
             # An upgraded connection carries no body ext_proc could read.
             upgrade_configs=[route.RouteActionUpgradeConfig(upgrade_type="websocket", enabled=False)],
         ),
@@ -586,13 +606,19 @@ def _least_request() -> cluster.LoadBalancingPolicy:
 
 
 def _decode_cluster(name: str, addresses: Sequence[str], settings: EnvoySettings) -> cluster.Cluster:
-    built = _worker_cluster(name, addresses, settings.max_decode_requests, settings)
+    return _by_hash(
+        _worker_cluster(name, addresses, settings.max_decode_requests, settings), settings.hash_balance_factor
+    )
+
+
+def _by_hash(built: cluster.Cluster, balance_factor: int) -> cluster.Cluster:
+    """Choose by the route's hash policy, unless that worker has more than its share of the load."""
     built.lb_policy = cluster.ClusterLbPolicy.MAGLEV
     built.common_lb_config = _common_lb_config(
         cluster.ClusterCommonLbConfigConsistentHashingLbConfig(
             # By address: all pods behind one headless Service share a hostname.
             use_hostname_for_hashing=False,
-            hash_balance_factor=settings.hash_balance_factor,
+            hash_balance_factor=balance_factor,
         )
     )
     return built

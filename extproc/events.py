@@ -147,6 +147,7 @@ class Leg(StrEnum):
     RENDER = "render"
     PREFILL = "prefill"
     RELEASE = "release"
+    RETURN = "return"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +157,17 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Remove and return what is kept for the conversation. Result: ``StoredTurn | None``."""
+    """Remove and return what is kept for the conversation. Result: ``StoredTurn | ReturnedTurn | None``."""
 
     key: ConversationKey
+
+
+@dataclass(frozen=True, slots=True)
+class Returning:
+    """How to have P read a kept turn back right away: the leg's body, and the proven tokens attached in it."""
+
+    body: bytes
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +181,7 @@ class Keep:
     turn: StoredTurn
     kind: str = ""
     upstream_address: str | None = None
+    returning: Returning | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The life of one request in the role ``gateway``, from Envoy's first message to its last: a generator that does no I/O.
 
 Read ``_serve`` and ``_route`` here; what they share with the other roles stands in ``http_exchange`` (receiving, calling,
-answering), ``attaching`` (what may be attached to a prompt) and ``capturing`` (what D's response brings).
+answering), ``attaching`` (what may be attached to a prompt), ``capturing`` (what D's response brings) and ``returning``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import orjson
 from extproc import handle as handles
 from extproc import legs
 from extproc.attaching import CLIENT_ERRORS, AttachingExchange, failure
-from extproc.capturing import CapturingExchange
 from extproc.events import Effect, ForwardRequest
 from extproc.receipt import Outcome, Reason
 from extproc.request import ApiRequest, parse_request
+from extproc.returning import ReturningExchange
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -33,7 +33,7 @@ class DecodeLeg:
     prompt_ids: bytes | None = None
 
 
-class Exchange(AttachingExchange, CapturingExchange):
+class Exchange(AttachingExchange, ReturningExchange):
     """One request that kvloop takes to P and to D."""
 
     __slots__ = ()
@@ -111,6 +111,7 @@ class Exchange(AttachingExchange, CapturingExchange):
         if prompt_ids is not None and prefilled.prompt_ids != prompt_ids:
             return self._decode_alone(Reason.PROMPT_IDS_DIFFER, ids_text)
         self._note_cold(prefilled)
+        self._note_local_hit(prefilled)
         if ids_text is None and prefilled.prompt_ids is not None and legs.is_text_only(request):
             ids_text = orjson.dumps(prefilled.prompt_ids)
         return DecodeLeg(prefilled.params, ids_text)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,14 +15,24 @@ import structlog
 from extproc import __version__
 from extproc.admission import Load
 from extproc.debug_state import snapshot
-from extproc.events import Call, Keep, LearnBlockSize, Release, Restore
+from extproc.events import Call, Keep, LearnBlockSize, Leg, Release, Restore
 from extproc.log import turn_facts
-from extproc.metrics import BODY_BYTES, PREPARING, PROMPT_IDS_DIFFER, RELEASES_WAITING, TASKS, Metrics
+from extproc.metrics import (
+    BODY_BYTES,
+    PREPARING,
+    PROMPT_IDS_DIFFER,
+    RELEASES_WAITING,
+    RETURN_LEASES,
+    TASKS,
+    Metrics,
+)
+from extproc.policy import returns_early
 from extproc.pool import PoolKnowledge
 from extproc.receipt import Reason
 from extproc.releases import ReleaseQueue
 from extproc.retention import Retention
-from extproc.store import Dropped, MemoryStore
+from extproc.returns import ReturnPorts, ReturnQueue
+from extproc.store import Dropped, MemoryStore, ReturnedTurn
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -41,6 +51,8 @@ _EXPIRY_INTERVAL_SECONDS: Final = 1.0
 _RESTART_AFTER_SECONDS: Final = 1.0
 RECENT_TURNS: Final = 100
 _WARNINGS: Final = 1000
+RETURNED_REMEMBERED: Final = 2000
+"""Conversations whose turn P has read back, the newest. One forgotten finds P's cache all the same; its receipt does not say so."""
 
 log = structlog.get_logger()
 
@@ -67,6 +79,14 @@ class Gateway:
             let_go=lambda keys: self._let_go(keys, "over_budget"),
             leaving_tokens=self._releases.tokens_of,
         )
+        self._prefilling = 0
+        self._prefill_workers: set[str] = set()
+        self._returned: OrderedDict[ConversationKey, ReturnedTurn] = OrderedDict()
+        ports = ReturnPorts(
+            self.call, self._is_p_busy, self._claim, self._note_returned, self._release_refused, self.metrics.returned
+        )
+        self._returns = ReturnQueue(settings, ports, own_headers=client.own_key)
+        self.metrics.watch(RETURN_LEASES, lambda: self._returns.leased_tokens)
         self.metrics.watch(RELEASES_WAITING, self._releases.__len__)
         self.metrics.watch(TASKS, lambda: len(asyncio.all_tasks()))
         self.metrics.watch(PROMPT_IDS_DIFFER, lambda: self.pool.prompt_ids_differed)
@@ -80,16 +100,24 @@ class Gateway:
 
     async def call(self, call: Call) -> LegResult:
         """Perform a leg."""
-        result = await self._client.call(call)
+        is_prefill = call.leg is Leg.PREFILL
+        self._prefilling += is_prefill
+        try:
+            result = await self._client.call(call)
+        finally:
+            self._prefilling -= is_prefill
+        if is_prefill and result.upstream:
+            self._prefill_workers.add(result.upstream)
         self.metrics.leg(call, result)
         return result
 
-    def take(self, key: ConversationKey) -> StoredTurn | None:
+    def take(self, key: ConversationKey) -> StoredTurn | ReturnedTurn | None:
         """Remove and return what is kept for a conversation."""
         with self._timed("take"):
             turn = self.store.take(key)
         self.retention.ledger.taken(key, time.monotonic())
-        return turn
+        returned = self._returned.pop(key, None)
+        return returned if turn is None else turn
 
     def keep(self, keep: Keep) -> None:
         """Keep a turn, and release what it displaces."""
@@ -105,6 +133,37 @@ class Gateway:
         self._release_dropped(dropped)
         if all(drop.turn is not keep.turn for drop in dropped):
             self.retention.kept(keep, address)
+            if isinstance(keep, Keep) and keep.returning is not None:
+                self._return_early(keep)
+
+    def _return_early(self, keep: Keep) -> None:
+        ledger, now = self.retention.ledger, time.monotonic()
+        pressure = ledger.under_pressure(keep.turn.handle.engine_id)
+        if returns_early(self.settings.return_mode, chance=ledger.chance(keep.key, now), d_under_pressure=pressure):
+            self._returns.add(keep)
+
+    def _is_p_busy(self) -> bool:
+        return self._prefilling >= max(1, len(self._prefill_workers))
+
+    def _claim(self, key: ConversationKey, turn: StoredTurn) -> bool:
+        """Take a turn out of the store to return it, unless a next turn has it or has replaced it."""
+        found = self.store.take(key)
+        if found is not None and found.handle.raw != turn.handle.raw:
+            self.store.restore(key, found)
+            found = None
+        if found is not None:
+            self.retention.ledger.returned(key)
+        return found is not None
+
+    def _note_returned(self, key: ConversationKey, returned: ReturnedTurn | None) -> None:
+        self._returned.pop(key, None)
+        if returned is not None:
+            self._returned[key] = returned
+            if len(self._returned) > RETURNED_REMEMBERED:
+                self._returned.popitem(last=False)
+
+    def _release_refused(self, turn: StoredTurn) -> None:
+        self.release(Release(turn.handle, turn.model, "refused"))
 
     def end_conversation(self, key: ConversationKey) -> bool:
         """Release what is kept for a conversation; False if nothing is."""
@@ -183,7 +242,7 @@ class Gateway:
     async def run_background(self) -> None:
         """Expire kept turns, keep to the budget and perform releases, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for work in (self._expire_for_ever, self._releases.run, self.retention.run):
+            for work in (self._expire_for_ever, self._releases.run, self.retention.run, self._returns.run):
                 tasks.create_task(_run_for_ever(work))
 
     async def release_everything(self) -> None:

@@ -3,7 +3,7 @@
 from typing import Final
 
 CONVERSATION: Final = "x-kvloop-conversation"
-"""Hash of the conversation key. Set by ext_proc on the decode leg, read by Envoy's hash policy to pick D."""
+"""Hash of the conversation key. Set by ext_proc on both legs, read by Envoy's hash policies to pick P and D."""
 
 END: Final = "x-kvloop-end"
 """``true``: this turn ends the conversation, so nothing is kept of it. The one name of ours that clients may send."""

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from extproc.pool import PoolKnowledge
     from extproc.request import ApiRequest
     from extproc.settings import GatewaySettings
-    from extproc.store import StoredTurn
+    from extproc.store import ReturnedTurn, StoredTurn
 
 OK: Final = 200
 
@@ -124,6 +124,7 @@ class HttpExchange(ABC):
     _stage: Stage = Stage.REQUEST
     _ends: bool = False
     _render_refused: bool = False
+    _returned: ReturnedTurn | None = None
     _share: Share = field(init=False)
     _prepared_by: float = 0.0
 
@@ -300,6 +301,8 @@ class HttpExchange(ABC):
             (names.LEG, leg),
             *(((names.WORKER, self.worker),) if self.worker else ()),
         )
+        if self._key is not None and leg is Leg.PREFILL:
+            own = (*own, (names.CONVERSATION, str(self._key)))
         remaining_seconds = self._prepared_by - self._now
         if remaining_seconds <= 0:
             return LegResult(status=0, body=b"", at=self._now, elapsed_seconds=0.0, error="timeout")

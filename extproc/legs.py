@@ -194,6 +194,7 @@ def read_prefilled(body: bytes) -> Prefilled | None:
 
 
 RELEASE_PATH: Final = COMPLETIONS.path
+RETURN_PATH: Final = COMPLETIONS.path
 
 
 def release_body(handle: Handle, model: str) -> bytes:
@@ -204,6 +205,22 @@ def release_body(handle: Handle, model: str) -> bytes:
     text = orjson.dumps(fields)
     found = splice.members(text, 0)
     return splice.edit(text, 0, found, add={"kv_transfer_params": handles.release_params(handle)})
+
+
+def return_body(
+    prompt_ids: Sequence[int], params: bytes, *, model: str, cache_salt: str, priority: int | None
+) -> bytes:
+    """Body of a return: the finished turn as a prompt, with its own handle. ``params``: transfer parameters (JSON text)."""
+    fields: dict[str, object] = {"prompt": prompt_ids, "max_tokens": 1, "stream": False}
+    # Whatever keys P's prefix cache besides the tokens must be as in the conversation's turns.
+    if model:
+        fields["model"] = model
+    if cache_salt:
+        fields["cache_salt"] = cache_salt
+    if priority is not None:
+        fields["priority"] = priority
+    text = orjson.dumps(fields)
+    return splice.edit(text, 0, splice.members(text, 0), add={"kv_transfer_params": params})
 
 
 def _has_several_prompts(request: ApiRequest) -> bool:

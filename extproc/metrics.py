@@ -122,6 +122,15 @@ RELEASES: Final = Described(
     },
 )
 RELEASES_WAITING: Final = Described("kvloop_releases_waiting", Gauge, "Releases queued or under way.")
+RETURNS: Final = Described(
+    "kvloop_returns_total",
+    Counter,
+    "Kept turns P was to read back right away. `returned` it did; `failed` ones are lost, all others stay on D.",
+    {"result": ("returned", "failed", "overtaken", "busy", "leases_full", "queue_full")},
+)
+RETURN_LEASES: Final = Described(
+    "kvloop_return_leased_tokens", Gauge, "Tokens P holds under a lease after early returns, by our own clock."
+)
 KEPT: Final = Described("kvloop_kept_turns", Gauge, "Handles kept for a next turn.")
 STORE_BYTES: Final = Described("kvloop_store_bytes", Gauge, "Memory the kept handles cost this process.")
 ENGINE_LABEL: Final = {
@@ -186,7 +195,8 @@ BUILD: Final = Described(
 
 TABLE: Final = (
     *(TURNS, LIVE, PREPARING, BODY_BYTES, PROMPT_TOKENS, HELD_TOKENS, REUSED_TOKENS, TTFT, TTFT_PARTS, LEGS),
-    *(CAPTURED, DROPPED, RELEASES, RELEASES_WAITING, KEPT, STORE_BYTES, ENGINE_TURNS, ENGINE_TOKENS, STORE_OPERATIONS),
+    *(CAPTURED, DROPPED, RELEASES, RELEASES_WAITING, RETURNS, RETURN_LEASES, KEPT, STORE_BYTES),
+    *(ENGINE_TURNS, ENGINE_TOKENS, STORE_OPERATIONS),
     *(FORBIDDEN, ABORTED, ABANDONED, PROMPT_IDS_DIFFER, LOOP_LAG, TASKS, LOG_LINES_DROPPED, BUILD),
 )
 
@@ -203,6 +213,7 @@ class Metrics:
         self._ttft, self._ttft_parts = self._made(TTFT), self._made(TTFT_PARTS)
         self._legs = self._made(LEGS)
         self._captured, self._dropped, self._releases = map(self._made, (CAPTURED, DROPPED, RELEASES))
+        self._returns = self._made(RETURNS)
         self._store_operations = self._made(STORE_OPERATIONS)
         self._forbidden, self._aborted, self._abandoned = map(self._made, (FORBIDDEN, ABORTED, ABANDONED))
         self._loop_lag = self._made(LOOP_LAG)
@@ -234,6 +245,7 @@ class Metrics:
             (self._captured, product(CAPTURED.labels["fate"])),
             (self._dropped, product(_DROP_REASONS)),
             (self._releases, product(_DROP_REASONS, RELEASES.labels["result"])),
+            (self._returns, product(RETURNS.labels["result"])),
             (self._store_operations, product(_STORE_OPERATIONS)),
             (self._aborted, product(ABORTED.labels["error"])),
             (self._abandoned, product(Stage)),
@@ -281,6 +293,10 @@ class Metrics:
     def released(self, reason: str, result: str) -> None:
         """Count a release: ``result`` is ``freed``, ``failed`` or ``dropped``."""
         self._releases.labels(reason, result).inc()
+
+    def returned(self, result: str) -> None:
+        """Count what became of an early return."""
+        self._returns.labels(result).inc()
 
     def store_operation(self, operation: str, seconds: float) -> None:
         """Count an operation of the store: ``take``, ``put`` or ``expire``."""

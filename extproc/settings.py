@@ -225,6 +225,20 @@ class GatewaySettings(BaseSettings):
         1.0, description="Between looks at the /metrics of each D that retains something."
     )
 
+    return_mode: Literal["lazy", "eager", "adaptive"] = Field(
+        "lazy",
+        description="When P reads a turn's KV back from D: at the next turn, right after this one, or as it pays. The last two"
+        " need prefix caching on P and affinity (KVLOOP_ENVOY_PREFILL_AFFINITY), and ask D for token ids.",
+    )
+    return_priority: int | None = Field(
+        None,
+        description="vLLM priority of early returns. Set it only if P schedules by priority; the lowest goes first.",
+    )
+    return_max_leased_tokens: PositiveInt = Field(
+        100_000,
+        description="P holds what it has read back early for the 30 s of its lease; at most so many tokens at a time.",
+    )
+
     # --- letting go ---------------------------------------------------------------------------------------------
     releases_per_second: PositiveFloat = Field(
         100.0, description="Each release is a one-token request to P and holds one of its blocks for its 30 s lease."
@@ -338,6 +352,13 @@ class EnvoySettings(BaseSettings):
         150,
         ge=100,
         description="A D takes at most this percentage of the mean load before its conversations spill over.",
+    )
+    prefill_affinity: bool = Field(
+        default=True,
+        description="Send a conversation's prefill legs to the same P, whose prefix cache then has what it needs.",
+    )
+    prefill_hash_balance_factor: int = Field(
+        125, ge=100, description="hash_balance_factor for P: above it a leg goes to another P than the conversation's."
     )
     stream_idle_timeout_seconds: PositiveFloat = Field(
         300.0, description="The only guard against a processor that goes silent while it holds a request."

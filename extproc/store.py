@@ -38,6 +38,14 @@ class StoredTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class ReturnedTurn:
+    """A turn whose KV P has read back already: the tokens behind it, and how many of them were attached."""
+
+    sequence: Sequence
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Dropped:
     """A turn that will not be used, and why: see ``reason``.
 

@@ -34,7 +34,8 @@ class WorkersClient:
         self._tls = tls
         self._prefill = Origin(prefill_url, tls=tls)
         self._secret: Headers = () if secret is None else ((names.SECRET, secret),)
-        self._own_key: Headers = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        self.own_key: Headers = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        """For requests of our own, that no client stands behind."""
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -76,7 +77,7 @@ class WorkersClient:
             ("content-type", "application/json"),
             (names.LEG, Leg.RELEASE),
             # No client stands behind a release, so no client's key does.
-            *self._own_key,
+            *self.own_key,
         )
         body = legs.release_body(release.handle, release.model)
         result = await self.call(Call(Leg.RELEASE, legs.RELEASE_PATH, headers, body, timeout_seconds))

@@ -8,7 +8,10 @@ from contextlib import closing
 from typing import Any
 
 import orjson
+import pytest
 from gateway_harness import worker
+
+from workers.sim.faults import Fault, Kind
 
 DOCUMENT = "The harbour master wrote down every ship that came in. " * 12
 
@@ -100,3 +103,64 @@ def test_hazard_17_two_hundred_one_turn_chats_do_not_stop_a_small_decode_worker(
     assert [answer.status for answer in answers if not answer.is_done] == []
     gateway.until(lambda: gateway.report()["retained_tokens"] <= 0.5 * 128 * 16, "half of the memory is free")
     assert 'kvloop_releases_total{reason="over_budget",result="freed"}' in gateway.metrics()
+
+
+# --- eager return ----------------------------------------------------------------------------------------------------
+
+EAGER = {"KVLOOP_RETURN_MODE": "eager", "KVLOOP_DECODE_BLOCK_SIZE_TOKENS": "16"}
+CACHING = {"engine": {"prefix_caching": True}}
+
+
+def returned(gateway: Any) -> int:
+    """How many early returns have succeeded."""
+    (line,) = (
+        line for line in gateway.metrics().splitlines() if line.startswith('kvloop_returns_total{result="returned"')
+    )
+    return int(float(line.split()[-1]))
+
+
+@pytest.mark.parametrize("digests", [True, False])
+def test_with_eager_return_d_is_free_at_once_and_the_next_turn_is_a_local_hit(start_gateway, *, digests: bool) -> None:
+    gateway = start_gateway(
+        prefill=[worker("prefill", **CACHING)] * 2,
+        decode=[worker("decode", digests_handles=digests)],
+        extproc_env=EAGER,
+    )
+    chat = gateway.new_chat()
+    for turn in range(1, 4):
+        question = f"{DOCUMENT} And on day {turn}?"
+        answer = chat.say(question)
+        assert answer.text == gateway.right_text(chat.messages[:-1])
+        gateway.until(lambda turn=turn: returned(gateway) == turn, "the turn is back on P")
+        assert retained(gateway) == 0
+        if turn > 1:
+            assert answer.outcome == "local"
+            assert answer.receipt["reused"] > 64
+            assert "token_ids" not in answer.told()
+    prefills = gateway.received("prefill", leg="prefill")
+    assert not [each for each in prefills if "remote_block_ids" in each.json["kv_transfer_params"]]
+    homes = [each for each in gateway.fleet.prefill if any(got.leg in {"return", "prefill"} for got in each.received)]
+    assert len(homes) == 1
+    assert gateway.received("prefill", leg="render") == []
+
+
+def test_a_rewritten_history_after_an_early_return_claims_only_what_is_the_same(start_gateway) -> None:
+    gateway = start_gateway(prefill=[worker("prefill", **CACHING)], extproc_env=EAGER)
+    chat = gateway.new_chat()
+    chat.say(DOCUMENT)
+    gateway.until(lambda: returned(gateway) == 1)
+    chat.messages[0]["content"] = "Something else altogether. " * 20
+    answer = chat.say("Go on.")
+    assert (answer.outcome, answer.reason) == ("cold", "return_lost")
+    assert answer.text == gateway.right_text(chat.messages[:-1])
+
+
+def test_an_early_return_that_fails_costs_a_cold_turn_and_nothing_else(start_gateway) -> None:
+    gateway = start_gateway(prefill=[worker("prefill", **CACHING)], extproc_env=EAGER)
+    chat = gateway.new_chat()
+    gateway.fleet.call(lambda: gateway.fleet.prefill[0].faults.add(Fault(kind=Kind.STATUS, leg="return", times=1)))
+    chat.say(DOCUMENT)
+    gateway.until(lambda: 'kvloop_returns_total{result="failed"} 1.0' in gateway.metrics())
+    answer = chat.say("Go on.")
+    assert answer.status == 200
+    assert answer.text == gateway.right_text(chat.messages[:-1])

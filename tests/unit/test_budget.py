@@ -242,3 +242,34 @@ def test_a_cap_that_is_passed_is_trimmed_a_little_below() -> None:
     for number in range(101):
         held.kept(key(number), entry(100))
     assert len(held.excess("d", 0.0)) == 6
+
+
+# --- turns that P has read back ---------------------------------------------------------------------------------------
+
+
+def test_a_turn_p_has_read_back_pins_nothing_but_is_still_waited_for() -> None:
+    held = ledger()
+    held.kept(key(1), entry())
+    held.returned(key(1))
+    assert only(held).tokens == only(held).turns == 0
+    before = held.gaps.chances("later", LIFE_SECONDS)[0]
+    held.taken(key(1), 3.0)
+    assert held.gaps.chances("later", LIFE_SECONDS)[0] > before
+
+
+def test_a_turn_p_has_read_back_can_fail_to_return_like_any_other() -> None:
+    held = ledger()
+    held.kept(key(1), entry())
+    held.returned(key(1))
+    before = held.gaps.chances("later", LIFE_SECONDS)[0]
+    held.expire(LIFE_SECONDS)
+    assert held.gaps.chances("later", LIFE_SECONDS)[0] < before
+    held.returned(key(2))
+    held.taken(key(1), LIFE_SECONDS)
+
+
+def test_the_chance_of_a_kept_conversation_falls_while_it_stays_away() -> None:
+    held = ledger()
+    one_turn_chats_do_not_return(held)
+    held.kept(key(1), entry())
+    assert held.chance(key(1), 0.0) > 0.8 > held.chance(key(1), 100.0) > held.chance(key(2), 0.0) == 0.0

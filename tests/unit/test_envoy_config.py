@@ -202,13 +202,21 @@ def test_certificates_stand_where_their_settings_say() -> None:
         "extproc_certificate", "extproc_key", "worker_ca", "worker_certificate", "worker_key",
     )}  # fmt: skip
     built = sockets(rendered(**files, extproc_server_name="e.example", worker_server_name="w.example"))
-    assert set(built) == {"main", "prefill", "to kvloop_extproc", "to prefill", "to decode"}
+    assert set(built) == {
+        "main",
+        "prefill",
+        "to kvloop_extproc",
+        "to prefill",
+        "to prefill_by_conversation",
+        "to decode",
+    }
     shown = {name: list(dict.fromkeys(value for _, value in found(each, "filename"))) for name, each in built.items()}
     assert shown == {
         "main": ["/certificate", "/key"],
         "prefill": ["/prefill_certificate", "/prefill_key", "/prefill_client_ca"],
         "to kvloop_extproc": ["/extproc_certificate", "/extproc_key", "/extproc_ca"],
         "to prefill": ["/worker_certificate", "/worker_key", "/worker_ca"],
+        "to prefill_by_conversation": ["/worker_certificate", "/worker_key", "/worker_ca"],
         "to decode": ["/worker_certificate", "/worker_key", "/worker_ca"],
     }
     assert built["prefill"]["require_client_certificate"] is True

@@ -38,7 +38,7 @@ from extproc.identity import IdentityRules, find_conversation
 from extproc.receipt import Outcome, Reason, Stage
 from extproc.settings import GatewaySettings
 from extproc.sse import EventTooLarge
-from extproc.store import StoredTurn
+from extproc.store import ReturnedTurn, StoredTurn
 
 HELD = list(range(200))
 PROMPT = [*HELD, 900, 901]
@@ -635,6 +635,108 @@ def test_hazard_06_a_handle_that_may_be_dead_on_arrival_is_released(world: World
     seen = ask(world, response=late)
     assert seen.receipt.captured == "released"
     assert [release.reason for release in seen.releases] == ["expired"]
+
+
+# --- early return ---------------------------------------------------------------------------------------------------
+
+
+def eager(world: World) -> World:
+    world.settings = GatewaySettings(return_mode="eager", return_priority=7)
+    return world
+
+
+def streamed(prompt: list[int], generated: list[int], **params: Any) -> bytes:
+    """D's stream with token ids, as asked for, and the handle of a D with the plugin."""
+    ids = [*prompt, *generated]
+    handle = handle_params(len(ids) - 1, digest_of=ids[:-1], **params)
+    finish = {"index": 0, "delta": {}, "finish_reason": "stop", "token_ids": generated[1:]}
+    return sse(
+        {"prompt_token_ids": prompt, "choices": [{"index": 0, "delta": {"content": "a"}, "token_ids": generated[:1]}]},
+        {"choices": [finish], "kv_transfer_params": handle},
+    )
+
+
+def test_an_early_return_sends_p_the_finished_turn_with_its_own_handle(world: World) -> None:
+    generated = list(range(500, 520))
+    seen = ask(eager(world), CHAT | {"cache_salt": "s"}, response=world.response(streamed(PROMPT, generated)))
+    (keep,) = seen.keeps
+    assert keep.returning is not None
+    body = orjson.loads(keep.returning.body)
+    params = body.pop("kv_transfer_params")
+    assert body == {
+        "prompt": PROMPT + generated,
+        "max_tokens": 1,
+        "stream": False,
+        "model": "m",
+        "cache_salt": "s",
+        "priority": 7,
+    }
+    assert (params["remote_num_tokens"], params["remote_host"]) == (len(PROMPT) + 19, "10.0.0.7")
+    assert keep.returning.tokens == len(PROMPT) + 19
+    assert b"token_ids" not in seen.client_body.replace(b'"token_ids":null', b"").replace(
+        b'"prompt_token_ids":null', b""
+    )
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        streamed(PROMPT, list(range(500, 520)), remote_block_ids=[[1]]),
+        final(),
+        streamed(PROMPT[:10], list(range(500, 520))),
+    ],
+)
+def test_what_cannot_be_proven_or_is_too_short_stays_on_d(world: World, response: bytes) -> None:
+    (keep,) = ask(eager(world), response=world.response(response)).keeps
+    assert keep.returning is None
+
+
+def test_a_return_names_neither_model_nor_salt_nor_priority_where_there_is_none(world: World) -> None:
+    world.settings = GatewaySettings(return_mode="adaptive")
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "cache_salt": 5}
+    (keep,) = ask(world, body, response=world.response(streamed(PROMPT, list(range(500, 520))))).keeps
+    assert keep.returning is not None
+    assert orjson.loads(keep.returning.body).keys() == {"prompt", "max_tokens", "stream", "kv_transfer_params"}
+
+
+def came_back(world: World, cached: int | None, ids: list[int] | None = None) -> Seen:
+    """Ask again after P has read the held tokens back; P says how many it had in its cache."""
+    world.store.drain()
+    world.returned[key_of()] = ReturnedTurn(proof.fingerprint(HELD), len(HELD))
+    extra = {} if cached is None else {"remote_prefill_cached_tokens": cached}
+    world.prefill = lambda _: prefilled(world, ids, **extra)
+    return ask(world)
+
+
+def test_a_turn_p_has_read_back_needs_neither_handle_nor_render(world: World) -> None:
+    seen = came_back(world, cached=192)
+    assert [call.leg for call in seen.calls] == [Leg.PREFILL]
+    assert "remote_block_ids" not in seen.leg_bodies(Leg.PREFILL)[0]["kv_transfer_params"]
+    assert header(seen.calls[0].headers, "x-kvloop-conversation") == str(key_of())
+    assert {key: receipt_of(seen)[key] for key in ("outcome", "reused", "held")} == {
+        "outcome": "local",
+        "reused": "192",
+        "held": "200",
+    }
+
+
+@pytest.mark.parametrize(
+    ("cached", "ids"),
+    [(0, None), (None, None), (192, [7, *PROMPT]), (192, [])],
+    ids=["lost", "untold", "edited", "no ids"],
+)
+def test_only_what_p_had_and_what_is_the_same_is_claimed(
+    world: World, cached: int | None, ids: list[int] | None
+) -> None:
+    receipt = receipt_of(came_back(world, cached, ids))
+    assert (receipt["outcome"], receipt["reason"], receipt["reused"]) == ("cold", "return_lost", "0")
+
+
+def test_a_conversation_that_ends_has_nothing_to_release_once_p_has_read_it_back(world: World) -> None:
+    world.store.drain()
+    world.returned[key_of()] = ReturnedTurn(proof.fingerprint(HELD), len(HELD))
+    assert ask(world, CHAT | {"n": 2}, x_kvloop_end="true").releases == []
+    assert world.returned == {}
 
 
 # --- the end of a conversation, and requests the client has to mend -------------------------------------------------

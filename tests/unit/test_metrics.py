@@ -19,6 +19,7 @@ from extproc.metrics import (
     PREPARING,
     PROMPT_IDS_DIFFER,
     RELEASES_WAITING,
+    RETURN_LEASES,
     TABLE,
     TASKS,
     Metrics,
@@ -68,7 +69,7 @@ def test_names_and_units_follow_the_convention(metrics) -> None:
         assert row.text.endswith("."), row.name
     exposed = {family.name for family in metrics.registry.collect() if not family.name.startswith("process_")}
     expected = {row.name.removesuffix("_total").removesuffix("_info") for row in TABLE}
-    added = {row.name for row in (RELEASES_WAITING, PROMPT_IDS_DIFFER, TASKS, PREPARING, BODY_BYTES)}
+    added = {row.name for row in (RELEASES_WAITING, RETURN_LEASES, PROMPT_IDS_DIFFER, TASKS, PREPARING, BODY_BYTES)}
     assert exposed == expected - added, "the gateway adds these"
 
 

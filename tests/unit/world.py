@@ -43,10 +43,11 @@ from extproc.events import (
 )
 from extproc.exchange import Exchange
 from extproc.http_exchange import HttpExchange, StreamEnded
+from extproc.identity import ConversationKey
 from extproc.pool import PoolKnowledge
 from extproc.receipt import Receipt
 from extproc.settings import GatewaySettings
-from extproc.store import MemoryStore
+from extproc.store import MemoryStore, ReturnedTurn
 
 ENGINE = "8b88bf27-8cc6-49d6-9401-46df614000ff"
 BLOCK_SIZE = 32
@@ -92,6 +93,7 @@ class Seen:
     calls: list[Call] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    keeps: list[Keep] = field(default_factory=list)
     learns: list[LearnBlockSize] = field(default_factory=list)
     client_body: bytes = b""
     received: int = 0
@@ -149,6 +151,8 @@ class World:
     prefill: Worker | None = None
     released: list[Release] = field(default_factory=list)
     load: Load = field(default_factory=Load)
+    returned: dict[ConversationKey, ReturnedTurn] = field(default_factory=dict)
+    """What P has read back early; taken like a kept turn."""
 
     def answer(self, status: int, body: Any, **fields: Any) -> LegResult:
         """A worker's answer at the present time."""
@@ -189,9 +193,10 @@ class World:
                 assert worker is not None, f"nobody answers {effect.path}"
                 return worker(effect)
             case Take(key):
-                return self.store.take(key)
+                return self.returned.pop(key, None) or self.store.take(key)
             case Keep(key, turn) | Restore(key, turn):
                 seen.kinds += [effect.kind]
+                seen.keeps += [effect] if isinstance(effect, Keep) else []
                 keep = self.store.put if isinstance(effect, Keep) else self.store.restore
                 seen.releases += [Release(drop.turn.handle, drop.turn.model, drop.reason) for drop in keep(key, turn)]
             case Release():
