@@ -1,4 +1,4 @@
-"""``kvloop bench load|ttft|peers|soak|store``. Each lives with what it measures; this module only finds it."""
+"""``kvloop bench load|ttft|peers|soak|retention|store``. Each lives with what it measures; this module only finds it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ MEASUREMENTS: Final = {
     "peers": ("bench.peers", "the same load against the worker, Envoy alone, kvloop and other routers"),
     "ttft": ("bench.ttft", "time to first token on real vLLM (CPU), cold and reused, and where it goes"),
     "soak": ("bench.soak.command", "a long seeded play with edits, forks, retries, restarts: never wrong KV"),
+    "retention": ("bench.retention", "ways of retaining KV: time to first token, pinned memory, reads for nothing"),
     "store": ("bench.store", "memory and time of kept conversations, and of very large handles"),
 }
 

@@ -72,6 +72,25 @@ def plot_ttft(result: dict[str, Any], path: Path) -> None:
     _finish(figure, "kvloop bench ttft: SmolLM2-135M, vLLM on CPU", path)
 
 
+def plot_retention(result: dict[str, Any], path: Path) -> None:
+    """Draw TTFT p50 of later turns and the pinned share, by load and policy."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
+    loads = list(dict.fromkeys(row["load"] for row in result["rows"]))
+    policies = list(dict.fromkeys(row["policy"] for row in result["rows"]))
+    for number, policy in enumerate(policies):
+        rows = [row for row in result["rows"] if row["policy"] == policy]
+        places = [index + (number - len(policies) / 2) * 0.13 for index in range(len(loads))]
+        colour = COLOURS[number % len(COLOURS)]
+        left.bar(places, [row["ttft_ms"]["p50"] for row in rows], width=0.12, label=policy, color=colour)
+        right.bar(places, [100 * row["pinned_share"]["mean"] for row in rows], width=0.12, color=colour)
+    left.set(ylabel="time to first token from turn 2 on, p50, ms", yscale="log")
+    right.set(ylabel="decode workers' memory pinned, mean, %")
+    for axes in (left, right):
+        axes.set_xticks(range(len(loads)), loads, rotation=15)
+    left.legend(fontsize="small")
+    _finish(figure, "kvloop bench retention (simulated time)", path)
+
+
 def _finish(figure: Any, title: str, path: Path) -> None:
     figure.suptitle(title)
     figure.savefig(path, dpi=DPI)

@@ -83,9 +83,14 @@ class Gateway:
         self._prefill_workers: set[str] = set()
         self._returned: OrderedDict[ConversationKey, ReturnedTurn] = OrderedDict()
         ports = ReturnPorts(
-            self.call, self._is_p_busy, self._claim, self._note_returned, self._release_refused, self.metrics.returned
+            self._call_own,
+            self._is_p_busy,
+            self._claim,
+            self._note_returned,
+            self._release_refused,
+            self.metrics.returned,
         )
-        self._returns = ReturnQueue(settings, ports, own_headers=client.own_key)
+        self._returns = ReturnQueue(settings, ports)
         self.metrics.watch(RETURN_LEASES, lambda: self._returns.leased_tokens)
         self.metrics.watch(RELEASES_WAITING, self._releases.__len__)
         self.metrics.watch(TASKS, lambda: len(asyncio.all_tasks()))
@@ -108,6 +113,11 @@ class Gateway:
             self._prefilling -= is_prefill
         if is_prefill and result.upstream:
             self._prefill_workers.add(result.upstream)
+        self.metrics.leg(call, result)
+        return result
+
+    async def _call_own(self, call: Call) -> LegResult:
+        result = await self._client.call_own(call)
         self.metrics.leg(call, result)
         return result
 

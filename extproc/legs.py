@@ -19,7 +19,7 @@ from extproc.receipt import Reason
 from extproc.request import FORBIDDEN_FIELDS, ApiRequest, has_non_text_content, is_true
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from extproc.handle import Handle
 

@@ -90,7 +90,10 @@ LEGS: Final = Described(
     "kvloop_leg_duration_seconds",
     Histogram,
     "Our own calls to prefill workers, by status class or by what kept them from an HTTP answer.",
-    {"leg": (Leg.RENDER, Leg.PREFILL), "status": ("1xx", "2xx", "3xx", "4xx", "5xx", "timeout", "unreachable")},
+    {
+        "leg": (Leg.RENDER, Leg.PREFILL, Leg.RETURN),
+        "status": ("1xx", "2xx", "3xx", "4xx", "5xx", "timeout", "unreachable"),
+    },
     _SECONDS,
 )
 CAPTURED: Final = Described(

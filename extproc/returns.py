@@ -64,9 +64,8 @@ class ReturnPorts:
 class ReturnQueue:
     """Returns waiting for P to have time for them."""
 
-    def __init__(self, settings: GatewaySettings, ports: ReturnPorts, *, own_headers: Headers) -> None:
+    def __init__(self, settings: GatewaySettings, ports: ReturnPorts) -> None:
         self._ports = ports
-        self._own_headers = own_headers
         self._timeout_seconds = settings.reuse_timeout_seconds
         self._min_tokens = settings.min_reuse_tokens
         self._max_leased_tokens = settings.return_max_leased_tokens
@@ -123,7 +122,6 @@ class ReturnQueue:
             ("content-type", "application/json"),
             (names.LEG, Leg.RETURN),
             (names.CONVERSATION, str(keep.key)),
-            *self._own_headers,
         )
         result = await self._ports.call(Call(Leg.RETURN, legs.RETURN_PATH, headers, plan.body, self._timeout_seconds))
         prefilled = legs.read_prefilled(result.body) if result.status == HTTP_OK else None

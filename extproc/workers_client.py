@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import aiohttp
@@ -34,8 +35,7 @@ class WorkersClient:
         self._tls = tls
         self._prefill = Origin(prefill_url, tls=tls)
         self._secret: Headers = () if secret is None else ((names.SECRET, secret),)
-        self.own_key: Headers = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
-        """For requests of our own, that no client stands behind."""
+        self._own_key: Headers = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -71,16 +71,18 @@ class WorkersClient:
             upstream=response.headers.get(names.UPSTREAM, ""),
         )
 
+    async def call_own(self, call: Call) -> LegResult:
+        """Perform a leg that no client stands behind, and so no client's key."""
+        return await self.call(replace(call, headers=call.headers + self._own_key))
+
     async def release(self, release: Release, timeout_seconds: float) -> bool:
         """Have D free a handle's blocks; False if that failed, in which case D's own TTL will do it."""
         headers: Headers = (
             ("content-type", "application/json"),
             (names.LEG, Leg.RELEASE),
-            # No client stands behind a release, so no client's key does.
-            *self.own_key,
         )
         body = legs.release_body(release.handle, release.model)
-        result = await self.call(Call(Leg.RELEASE, legs.RELEASE_PATH, headers, body, timeout_seconds))
+        result = await self.call_own(Call(Leg.RELEASE, legs.RELEASE_PATH, headers, body, timeout_seconds))
         return result.status == 200  # noqa: PLR2004 - HTTP OK
 
     async def engine_load(self, address: str) -> EngineLoad | None:

@@ -219,11 +219,15 @@ class Replica:
                     self._release(effect)
                 effect = run.send(None)
 
+    def _prefill_worker(self, call: Call) -> Worker | None:  # noqa: ARG002 - who has affinity looks at it
+        """Choose any prefill worker that is up."""
+        return min((each for each in self.prefill if each.is_up), key=lambda _: self.dice.random(), default=None)
+
     def _call(self, call: Call, *, is_late: bool = False) -> Generator[simpy.Event, Any, LegResult]:
         """Perform a call. ``is_late``: a release of what was sent once, when nobody can be reading it any more."""
         started = self.env.now
         handle = None if is_late or call.leg is Leg.RENDER else self.handles.note(call.body)
-        worker = min((each for each in self.prefill if each.is_up), key=lambda _: self.dice.random(), default=None)
+        worker = self._prefill_worker(call)
         yield self.env.timeout(self.dice.uniform(0, 2 * HOP_SECONDS))
         status, body, error = 503, b"", ""
         if call.leg is Leg.RENDER and worker is not None:

@@ -170,6 +170,18 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             "short",
             (("sum by (instance) (kvloop_releases_waiting{{{}}})", "{{instance}}"),),
         ),
+        Panel(
+            "Early returns",
+            "Turns P was to read back right away.",
+            "reqps",
+            ((rate("kvloop_returns_total", "result"), "{{result}}"),),
+        ),
+        Panel(
+            "P's leases of early returns",
+            "Tokens it holds for nobody, for 30 s.",
+            "short",
+            (("sum by (instance) (kvloop_return_leased_tokens{{{}}})", "{{instance}}"),),
+        ),
     ),
     "The gateway itself": (
         Panel(

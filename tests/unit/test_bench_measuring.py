@@ -257,7 +257,11 @@ def test_envoy_alone_is_kvloops_envoy_without_ext_proc() -> None:
     with_it = yaml.safe_load(envoy_config.render(EnvoySettings()))
     without = without_ext_proc(with_it)
     assert "ext_proc" not in yaml.safe_dump(without).lower()
-    assert [cluster["name"] for cluster in without["static_resources"]["clusters"]] == ["prefill", "decode"]
+    assert [cluster["name"] for cluster in without["static_resources"]["clusters"]] == [
+        "prefill",
+        "prefill_by_conversation",
+        "decode",
+    ]
     kept = [listener["address"] for listener in with_it["static_resources"]["listeners"]]
     assert [listener["address"] for listener in without["static_resources"]["listeners"]] == kept
 

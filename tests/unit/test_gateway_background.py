@@ -13,13 +13,13 @@ from extproc.gateway import Gateway
 from extproc.settings import GatewaySettings
 
 
-@pytest.mark.parametrize("where", ["expiry", "releases", "retention"])
+@pytest.mark.parametrize("where", ["expiry", "releases", "retention", "returns"])
 def test_a_fault_in_the_background_ends_neither_it_nor_the_rest(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     async def run() -> None:
         monkeypatch.setattr(gateway_module, "_EXPIRY_INTERVAL_SECONDS", 0.001)
         monkeypatch.setattr(gateway_module, "_RESTART_AFTER_SECONDS", 0.001)
         served = Gateway(GatewaySettings(), None)  # type: ignore[arg-type]
-        ran = {"expiry": asyncio.Event(), "releases": asyncio.Event(), "retention": asyncio.Event()}
+        ran = {name: asyncio.Event() for name in ("expiry", "releases", "retention", "returns")}
         failed: set[str] = set()
 
         def note(name: str) -> None:
@@ -39,6 +39,7 @@ def test_a_fault_in_the_background_ends_neither_it_nor_the_rest(monkeypatch: pyt
         monkeypatch.setattr(served.store, "expire", expire)
         monkeypatch.setattr(served._releases, "run", lambda: work("releases"))
         monkeypatch.setattr(served.retention, "run", lambda: work("retention"))
+        monkeypatch.setattr(served._returns, "run", lambda: work("returns"))
         background = asyncio.create_task(served.run_background())
         async with asyncio.timeout(30):
             for event in ran.values():

@@ -25,7 +25,7 @@ def test_one_release_that_raises_does_not_end_the_others() -> None:
         return True
 
     async def run() -> None:
-        gateway = Gateway(GatewaySettings(), SimpleNamespace(release=release, own_key=()))  # type: ignore[arg-type]
+        gateway = Gateway(GatewaySettings(), SimpleNamespace(release=release))  # type: ignore[arg-type]
         background = asyncio.create_task(gateway.run_background())
         handle = read_publication(orjson.dumps(handle_params(64))).handle
         for reason in ("first", "second"):
@@ -45,7 +45,7 @@ def test_an_unknown_block_size_is_asked_again_and_told_once(capsys) -> None:
         asked.append(address)
 
     async def run() -> None:
-        gateway = Gateway(GatewaySettings(), SimpleNamespace(engine_load=engine_load, own_key=()))
+        gateway = Gateway(GatewaySettings(), SimpleNamespace(engine_load=engine_load))
         for _ in range(3):
             await gateway._learn_block_size(LearnBlockSize("engine", "10.0.0.7:8200"))
 

@@ -65,7 +65,7 @@ class Played:
                 refused=self.refused.append,
                 count=note,
             )
-            queue = ReturnQueue(GatewaySettings(**settings), ports, own_headers=(("authorization", "own"),))  # type: ignore[arg-type]
+            queue = ReturnQueue(GatewaySettings(**settings), ports)  # type: ignore[arg-type]
             for _ in range(count):
                 queue.add(Keep(KEY, TURN, returning=Returning(b"{}", TOKENS)))
             running = asyncio.create_task(queue.run())
@@ -82,8 +82,8 @@ class Played:
 def test_a_return_goes_to_the_conversation_s_p_and_is_noted_before_p_has_answered() -> None:
     played = Played().play()
     (call,) = played.calls
-    names = ("x-kvloop-leg", "x-kvloop-conversation", "authorization")
-    assert [header(call.headers, name) for name in names] == ["return", str(KEY), "own"]
+    names = ("x-kvloop-leg", "x-kvloop-conversation")
+    assert [header(call.headers, name) for name in names] == ["return", str(KEY)]
     assert (played.counted, played.leased) == (["returned"], TOKENS)
     assert played.noted == [ReturnedTurn(TURN.sequence, TOKENS)]
 
