@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from workers.stack import Stack
 
-START_TIMEOUT_SECONDS: Final = 60.0
+START_TIMEOUT_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +119,10 @@ class Intercepted:
         """Restart ext_proc with ``env`` on top of its usual settings, for this start only."""
         part = self._parts["ext_proc"]
         part.stop()
-        self._wait("Envoy", lambda: not self._upstream_health().get(self._extproc, True))
+        self._wait("Envoy", lambda: not self._upstream_health().get(self._extproc, True), tell=False)
         part.env = {**self._environment(), **(env or {})}
         part.start()
-        self._wait("Envoy", self._every_upstream_healthy)
+        self._wait("Envoy", self._every_upstream_healthy, tell=False)
 
     def metrics(self) -> str:
         """Return ext_proc's ``/metrics``."""
@@ -188,9 +188,11 @@ class Intercepted:
 
     # --- readiness ------------------------------------------------------------------------------------------------------
 
-    def _wait(self, name: str, fact: Callable[[], bool]) -> None:
+    def _wait(self, name: str, fact: Callable[[], bool], *, tell: bool = True) -> None:
         wait_until_ready(
-            {name: (self._parts[name], fact)}, timeout_seconds=START_TIMEOUT_SECONDS, progress=self._progress
+            {name: (self._parts[name], fact)},
+            timeout_seconds=START_TIMEOUT_SECONDS,
+            progress=self._progress if tell else lambda _: None,
         )
 
     def _every_upstream_healthy(self) -> bool:

@@ -49,9 +49,9 @@ class Reply:
 class Gateway:
     """What the tests do to the stack: ask it, look into it, break it."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, base_url: str | None = None) -> None:
         self.stack = stack
-        self._http = httpx.Client(base_url=stack.base_url, timeout=120)
+        self._http = httpx.Client(base_url=base_url or stack.base_url, timeout=120, trust_env=False)
 
     def post(self, path: str, body: Any, *, conversation: str | None = None, **headers: str) -> Reply:
         named = {name.replace("_", "-"): value for name, value in headers.items()}

@@ -124,8 +124,8 @@ def test_a_turn_is_read_out_of_its_stream(server: Server) -> None:
 
 def test_requests_are_streamed_greedy_and_belong_to_one_conversation(server: Server) -> None:
     played(server, turns=2)
-    for headers, body in server.requests:
-        assert headers["x-conversation-id"] == body["cache_salt"] == "chat-1"
+    for _, body in server.requests:
+        assert body["session_id"] == body["cache_salt"] == "chat-1"
         assert (body["stream"], body["temperature"], body["max_tokens"]) == (True, 0, 64)
         assert (body["stream_options"], body["logprobs"]) == ({"include_usage": True}, True)
 

@@ -61,6 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="size of the pasted document, to the nearest section (default: 3000)",
     )
+    parser.add_argument(
+        "--topology",
+        choices=("gateway", "intercept"),
+        default="gateway",
+        help="gateway: through kvloop's own (default); intercept: through --orchestrator, with kvloop between it and P and D",
+    )
+    parser.add_argument(
+        "--orchestrator",
+        choices=("vllm-router",),
+        default="vllm-router",
+        help="whose P/D orchestrator the intercept topology is shown with; installed from PyPI once (default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     parser.add_argument(
         "--chart",

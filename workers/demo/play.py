@@ -17,7 +17,9 @@ from workers.supervision import StackError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CONVERSATION_HEADER: Final = "x-conversation-id"
+CONVERSATION_FIELD: Final = "session_id"
+"""In the body and not in a header, because not every orchestrator forwards headers."""
+
 CANDIDATES: Final = 5
 """Log-probabilities asked for per token. The first is the chosen token at temperature 0; a near tie is the
 second."""
@@ -99,9 +101,8 @@ def _play_turn(client: OpenAI, model: str, messages: list[Any], *, question: str
         stream_options={"include_usage": True},
         logprobs=True,
         top_logprobs=CANDIDATES,
-        extra_headers={CONVERSATION_HEADER: name},
         # Token ids as strings: two tokens may be spelled alike, for example parts of one character.
-        extra_body={"cache_salt": name, "return_tokens_as_token_ids": True},
+        extra_body={CONVERSATION_FIELD: name, "cache_salt": name, "return_tokens_as_token_ids": True},
     )
     for chunk in response.parse():
         usage = chunk.usage or usage

@@ -19,14 +19,16 @@ from openai import OpenAIError
 
 from workers.demo import chart, machine, report
 from workers.demo.conversation import document
-from workers.demo.play import CONVERSATION_HEADER, Turn, play
+from workers.demo.play import CONVERSATION_FIELD, Turn, play
 from workers.demo.screen import Screen
+from workers.intercepted import ORCHESTRATORS, Intercepted
 from workers.stack import Stack, StackOptions
 from workers.supervision import StackError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 ANSWER_TOKENS: Final = 64
 """At most, per turn: enough to see that the texts are the same, and soon over."""
@@ -85,36 +87,46 @@ def run(args: argparse.Namespace, model_directory: Path) -> int:
 def _run_stack(args: argparse.Namespace, options: StackOptions, screen: Screen) -> int:
     about = machine.describe()
     screen.say(f"kvloop demo on {machine.summary(about)}")
-    with screen, Stack(options, screen.progress) as stack:
+    with screen, Stack(options, screen.progress) as stack, _front(stack, args, screen) as front:
         screen.say(
             f"  prefill worker on core {_cores(stack, 'prefill')}, decode worker on core {_cores(stack, 'decode')},"
-            f" Envoy on {stack.base_url}"
+            f" {'Envoy' if front is stack else args.orchestrator} on {front.base_url}"
         )
-        result = _play_both(stack, args, about, screen)
+        result = _play_both(stack, front, args, about, screen)
         screen.quieten()
         _show(result, screen)
         _write(args, result, screen)
         if args.keep:
-            _wait_for_interrupt(stack, screen)
+            _wait_for_interrupt(stack, front, screen)
     return result.verdict.exit_code
 
 
-def _play_both(stack: Stack, args: argparse.Namespace, about: dict[str, Any], screen: Screen) -> report.Result:
+def _front(stack: Stack, args: argparse.Namespace, screen: Screen) -> AbstractContextManager[Stack | Intercepted]:
+    """Return what clients talk to: kvloop's own gateway, or an orchestrator over the same workers."""
+    if args.topology == "gateway":
+        return contextlib.nullcontext(stack)
+    return Intercepted(stack, ORCHESTRATORS[args.orchestrator], stack.options.run_directory, screen.progress)
+
+
+def _play_both(
+    stack: Stack, front: Stack | Intercepted, args: argparse.Namespace, about: dict[str, Any], screen: Screen
+) -> report.Result:
     """Play the chat with reuse off, then on."""
     pasted = document(args.document_tokens, lambda text: _count_tokens(stack, text))
     document_tokens = _count_tokens(stack, pasted)
     _check_context(stack, document_tokens, args.turns)
     screen.say(f"{args.turns} turns about a document of {document_tokens:,} tokens, temperature 0, reuse off:")
-    stack.restart_extproc({"KVLOOP_REUSE": "false"})
-    off = _play_one(stack, args.turns, pasted, "off", screen)
+    front.restart_extproc({"KVLOOP_REUSE": "false"})
+    off = _play_one(stack, front, screen, "off", turns=args.turns, pasted=pasted)
     screen.say("The same chat with reuse on:")
-    stack.restart_extproc()
+    front.restart_extproc()
     before = _tokens_read(stack)
-    on = _play_one(stack, args.turns, pasted, "on", screen)
+    on = _play_one(stack, front, screen, "on", turns=args.turns, pasted=pasted)
     rows = report.rows(off, on)
     run_facts = {
         "model": stack.options.served_model_name,
         "prefill_cache": args.prefill_cache,
+        "through": "Envoy" if front is stack else args.orchestrator,
         "return": args.return_mode,
         "document_tokens": document_tokens,
         "answer_tokens_limit": ANSWER_TOKENS,
@@ -123,9 +135,11 @@ def _play_both(stack: Stack, args: argparse.Namespace, about: dict[str, Any], sc
     return report.Result(rows, report.judge(rows), run_facts, about)
 
 
-def _play_one(stack: Stack, turns: int, pasted: str, label: str, screen: Screen) -> list[Turn]:
+def _play_one(
+    stack: Stack, front: Stack | Intercepted, screen: Screen, label: str, *, turns: int, pasted: str
+) -> list[Turn]:
     conversation = play(
-        stack.base_url,
+        front.base_url,
         stack.options.served_model_name,
         pasted,
         turns=turns,
@@ -138,6 +152,7 @@ def _play_one(stack: Stack, turns: int, pasted: str, label: str, screen: Screen)
         played.append(next(conversation))
         screen.played(label, number, played[-1])
         stack.check()
+        front.check()
     return played
 
 
@@ -191,26 +206,27 @@ def _write(args: argparse.Namespace, result: report.Result, screen: Screen) -> N
     chart.draw(
         result.rows,
         title="Time to first token in a growing chat",
-        footnote=f"{result.run['model']}, P {cache} prefix caching, streamed through Envoy, temperature 0,"
+        footnote=f"{result.run['model']}, P {cache} prefix caching, streamed through {result.run['through']}, temperature 0,"
         f" texts {'equal' if result.verdict.texts_equal else 'not all equal'}.\n{machine.summary(result.machine)}.",
         path=args.chart,
     )
     screen.say(f"Chart: {args.chart}")
 
 
-def _wait_for_interrupt(stack: Stack, screen: Screen) -> None:
+def _wait_for_interrupt(stack: Stack, front: Stack | Intercepted, screen: Screen) -> None:
     body = json.dumps(
         {
             "model": stack.options.served_model_name,
             "messages": [{"role": "user", "content": "Say something about lighthouses."}],
             "max_tokens": 40,
             "stream": True,
+            CONVERSATION_FIELD: "mine",
         }
     )
     screen.say(
         "\nEverything keeps running. Try, in another terminal (repeat it with the answer and a next question appended):\n"
-        f"\n  curl -isN {stack.base_url}/v1/chat/completions -H 'content-type: application/json' \\\n"
-        f"    -H '{CONVERSATION_HEADER}: mine' -d '{body}'\n"
+        f"\n  curl -isN {front.base_url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f"    -d '{body}'\n"
         f"\nLogs, Envoy's access log and configuration: {stack.options.run_directory}\nCtrl-C stops it."
     )
     with contextlib.suppress(KeyboardInterrupt):
