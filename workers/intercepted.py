@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 import socket
 import sys
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from workers.stack import Stack
 
+_BLOCK_SIZE: Final = re.compile(r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)"', re.MULTILINE)
 START_TIMEOUT_SECONDS: Final = 120.0
 
 
@@ -82,10 +84,9 @@ class Intercepted:
             ports = [each.getsockname()[1] for each in sockets]
         (self._port, self._spare_port, self._extproc, self._extproc_admin) = ports[:4]
         (self._prefill, self._decode, self._own_legs, self._envoy_admin) = ports[4:]
+        self._block_size = ""
         self._parts = {
-            "ext_proc": self._component(
-                "ext_proc", (sys.executable, "-m", "extproc.cli", "serve"), self._environment()
-            ),
+            "ext_proc": self._component("ext_proc", (sys.executable, "-m", "extproc.cli", "serve")),
             "Envoy": self._component("Envoy", tuple(envoy_binary.envoy_command(self._configuration, concurrency=1))),
             orchestrator.name: self._component(
                 orchestrator.name,
@@ -136,6 +137,8 @@ class Intercepted:
                 self._orchestrator.environment.make(lambda text: self._progress(Progress("set-up", text, 0.0)))
             except venvs.PeerAbsentError as error:
                 raise StackError(str(error)) from error
+        self._block_size = self._decode_block_size()
+        self._parts["ext_proc"].env = self._environment()
         self._configuration.write_text(envoy_config.render(self._envoy_settings()))
         self._parts["ext_proc"].start()
         self._parts["Envoy"].start()
@@ -166,14 +169,23 @@ class Intercepted:
             "KVLOOP_WORKER_SECRET": self._stack.secret,
             "KVLOOP_SINGLE_HOST": "true",  # as for the stack's own gateway
             "KVLOOP_DRAIN_SECONDS": str(DRAIN_SECONDS),
+            # Else a stock D's would be learnt after its first answer, which a quick second turn may overtake.
+            "KVLOOP_DECODE_BLOCK_SIZE_TOKENS": self._block_size,
             **self._orchestrator.settings,
         }
 
-    def _component(self, name: str, argv: tuple[str, ...], env: Mapping[str, str] | None = None) -> Component:
+    def _decode_block_size(self) -> str:
+        answer = self._stack.request("GET", self._stack.url("decode"), "/metrics")
+        found = _BLOCK_SIZE.search(answer.text)
+        if found is None:
+            raise StackError(f"the decode worker does not tell its block size at /metrics: {answer.text[:300]}")
+        return found[1]
+
+    def _component(self, name: str, argv: tuple[str, ...]) -> Component:
         return Component(
             name=name,
             argv=argv,
-            env=env or inherited_environment(),
+            env=inherited_environment(),
             log=self._directory / f"intercept-{name.lower()}.log",
             grace_seconds=EXTPROC_GRACE_SECONDS if name == "ext_proc" else 5.0,
         )
