@@ -157,8 +157,10 @@ def test_errors_of_p_are_the_orchestrators_to_see(intercepted: Any) -> None:
     gateway.start_worker(gateway.fleet.prefill[0])
 
 
-def test_a_handle_the_orchestrator_carries_is_proven_on_its_way(intercepted: Any) -> None:
-    router = intercepted(carries_handles=True)
+@pytest.mark.parametrize("has_digest", [True, False], ids=["digest", "token_ids"])
+def test_a_handle_the_orchestrator_carries_is_proven_on_its_way(intercepted: Any, has_digest: bool) -> None:
+    decode = [worker("decode", digests_handles=has_digest)]
+    router = intercepted(carries_handles=True, decode=decode, env={"KVLOOP_DECODE_BLOCK_SIZE_TOKENS": "16"})
     assert router.say(DOCUMENT)[0].outcome == "cold"
     assert {"remote_block_ids", "remote_host"} <= router.carried.keys()
     assert "kvloop_digest" not in router.carried

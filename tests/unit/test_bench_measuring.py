@@ -24,6 +24,7 @@ from bench.tables import table
 from bench.traffic import said
 from extproc import envoy_config
 from extproc.settings import EnvoySettings
+from workers import venvs
 from workers.venvs import Environment, PeerAbsentError
 
 STREAM = b'data: {"choices":[{"delta":{"content":" a"}}]}\n\ndata: {"choices":[{"delta":{"content":" b"}}]}\n\ndata: [DONE]\n\n'
@@ -249,6 +250,18 @@ def test_an_environment_is_made_again_when_its_requirements_change(
     environment.make(lambda _: None)
     assert len(ran) == 2
     assert not Environment("one", ("a==2",)).is_ready
+
+
+def test_setting_up_does_not_fail_over_an_environment_that_cannot_be_had(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def offline(*_: object) -> None:
+        raise PeerAbsentError("vllm-router could not be installed: no network")
+
+    monkeypatch.setenv("KVLOOP_CACHE", str(tmp_path))
+    monkeypatch.setattr("workers.venvs._run", offline)
+    venvs.main()
+    assert "vllm-router could not be installed: no network\nOnly the tests" in capsys.readouterr().out
 
 
 def test_envoy_alone_is_kvloops_envoy_without_ext_proc() -> None:
