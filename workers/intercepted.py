@@ -108,6 +108,8 @@ class Intercepted:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # First and in order: on its way out it releases, through Envoy, what would else stay pinned on D.
+        self._parts["ext_proc"].stop()
         stop_all(list(self._parts.values()))
 
     def check(self) -> None:
