@@ -28,7 +28,8 @@ def delete(gateway: Any, path: str, **headers: str) -> tuple[int, Any]:
         return response.status, orjson.loads(body) if response.status == 200 else body.decode()
 
 
-def test_a_conversation_the_client_ends_is_served_and_leaves_nothing(gateway) -> None:
+def test_a_conversation_the_client_ends_is_served_and_leaves_nothing(start_gateway) -> None:
+    gateway = start_gateway()
     chat = gateway.new_chat()
     assert chat.say(DOCUMENT).status == 200
     assert retained(gateway) == 1
@@ -38,7 +39,8 @@ def test_a_conversation_the_client_ends_is_served_and_leaves_nothing(gateway) ->
     assert not [each for each in gateway.received("decode") if "x-kvloop-end" in each.headers]
 
 
-def test_a_conversation_can_be_ended_on_the_admin_port_by_id_or_by_hash(gateway) -> None:
+def test_a_conversation_can_be_ended_on_the_admin_port_by_id_or_by_hash(start_gateway) -> None:
+    gateway = start_gateway()
     for by_hash in (False, True):
         chat = gateway.new_chat()
         chat.say(DOCUMENT, tenant="a")
