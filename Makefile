@@ -27,6 +27,7 @@ $(READY): pyproject.toml workers/setup_cpu.sh tests/deploy/cluster_tools.py
 	@sh workers/setup_cpu.sh $(VENV)
 	@$(BIN)/python -m workers.venvs
 	@command -v promtool >/dev/null || echo "The tests need Prometheus: on Debian, apt-get install --no-install-recommends prometheus"
+	@command -v redis-server >/dev/null || echo "The tests need redis-server: on Debian, apt-get install redis-server"
 	@touch $(READY)
 
 demo: $(READY) ## a chat on real vLLM workers, reuse off and on (DEMO_ARGS="--json out.json")

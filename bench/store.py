@@ -38,6 +38,7 @@ OPERATIONS: Final = 2_000
 HANDLE_TOKENS: Final = (131_072, 524_288, 1_048_576, 2_097_152, 8_388_608)
 """The third makes an event of about a megabyte."""
 
+SHARED_TOKENS: Final = (1_024, 32_768, 131_072)
 REPEATS: Final = 5
 NO_LIMIT: Final = 1 << 40
 
@@ -46,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the store benchmark."""
     parser.add_argument("--conversations", type=int, default=10_000, help="to hold at once (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=32_768, help="of each of them (default: %(default)s)")
+    parser.add_argument(
+        "--store-url", metavar="URL", help="also measure this Redis or Valkey (redis://127.0.0.1:6379/0)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
 
 
@@ -58,6 +62,11 @@ def main(args: argparse.Namespace) -> int:
         "handles": [large_handle(tokens) for tokens in HANDLE_TOKENS],
         "machine": machine(),
     }
+    if args.store_url is not None:
+        from bench import shared_store  # noqa: PLC0415 - redis-py is an extra
+
+        line.tell("store: puts and takes on the shared one")
+        result["shared"] = shared_store.measure(args.store_url, SHARED_TOKENS, _turn, _key)
     line.end()
     if args.json is not None:
         write_json(args.json, result)
@@ -195,4 +204,13 @@ def as_text(result: dict[str, Any]) -> str:
     )
     times = table(["conversations kept", "take us", "put us", "expire us"], operated)
     handles = table(["handle, tokens", "event, bytes", "total ms", "ms per MiB", "longest step ms"], handled)
-    return f"{size}\n\n{times}\n\n{handles}"
+    return "\n\n".join([size, times, handles, *_shared_as_text(result)])
+
+
+def _shared_as_text(result: dict[str, Any]) -> list[str]:
+    if "shared" not in result:
+        return []
+    from bench import shared_store  # noqa: PLC0415 - redis-py is an extra
+
+    heads = ["kept, tokens", "at once", "put p50 ms", "p99", "take p50 ms", "p99", "CPU us per turn"]
+    return [table(heads, shared_store.rows(result["shared"]))]

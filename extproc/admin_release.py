@@ -18,7 +18,10 @@ def release_routes(gateway: Gateway, settings: GatewaySettings) -> list[web.Rout
 
     async def end_conversation(request: web.Request) -> web.Response:
         key = _named_conversation(request, settings.tenant_header)
-        return web.json_response({"conversation": str(key), "released": gateway.end_conversation(key)})
+        released = await gateway.end_conversation(key)
+        if not isinstance(released, bool):
+            raise web.HTTPServiceUnavailable(text=f"not known: {released}\n")
+        return web.json_response({"conversation": str(key), "released": released})
 
     async def drain_engine(request: web.Request) -> web.Response:
         return web.json_response({"released": gateway.drain_engine(request.match_info["name"])})

@@ -32,14 +32,14 @@ class AttachingExchange(HttpExchange):
             if self._ends:
                 yield from self._discard_kept()
             return request.token_id_prompt, None
-        turn: StoredTurn | ReturnedTurn | None = yield Take(self._key)
+        turn: StoredTurn | ReturnedTurn | Reason | None = yield Take(self._key)
         if isinstance(turn, ReturnedTurn):
             self._returned = turn
             self.receipt.held_tokens = turn.tokens
             self.receipt.reason = Reason.RETURN_LOST  # until P says otherwise
             return request.token_id_prompt, None
-        if turn is None:
-            self.receipt.reason = Reason.NOTHING_KEPT
+        if not isinstance(turn, StoredTurn):
+            self.receipt.reason = turn or Reason.NOTHING_KEPT
             return request.token_id_prompt, None
         self._unsent = turn
         self.receipt.held_tokens = turn.handle.tokens
@@ -58,7 +58,7 @@ class AttachingExchange(HttpExchange):
     def _discard_kept(self) -> Generator[Effect, Any, None]:
         """Release what is kept for a conversation that ends with a turn that does not look at it."""
         if self._key is not None:
-            kept: StoredTurn | ReturnedTurn | None = yield Take(self._key)
+            kept: StoredTurn | ReturnedTurn | Reason | None = yield Take(self._key)
             self._unsent = kept if isinstance(kept, StoredTurn) else None
             yield from self._release_unsent("ended")
 

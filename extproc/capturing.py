@@ -160,8 +160,8 @@ class CapturingExchange(HttpExchange):
             yield Release(handle, request.model, "expired")
             return
         turn = StoredTurn(handle, sequence, publication.block_size_tokens, request.model, deadline)
-        yield Keep(key, turn, self._kind(), upstream, self._return_plan(request, turn, learned))
-        self.receipt.captured = "kept"
+        keep = Keep(key, turn, self._kind(), upstream, self._return_plan(request, turn, learned))
+        self.receipt.captured = yield keep
 
     def _key_of(self, handle: handles.Handle) -> ConversationKey | None:  # noqa: ARG002 - roles may look at it
         """Return the key under which the next turn will look for this handle."""

@@ -157,7 +157,10 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Remove and return what is kept for the conversation. Result: ``StoredTurn | ReturnedTurn | None``."""
+    """Remove and return what is kept for the conversation.
+
+    Result: ``StoredTurn``, ``ReturnedTurn``, None, or the ``Reason`` why it cannot be had.
+    """
 
     key: ConversationKey
 
@@ -172,9 +175,10 @@ class Returning:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep this turn for the conversation. No result; whatever it displaces is released by the shell.
+    """Keep this turn for the conversation. Result: its fate, ``kept`` or a word for what became of it.
 
-    ``kind`` says whose habits tell when the conversation will come back (see ``gaps``); ``upstream_address`` is D's.
+    Whatever it displaces is released by the shell. ``kind`` says whose habits tell when the conversation will come back
+    (see ``gaps``); ``upstream_address`` is D's.
     """
 
     key: ConversationKey

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import structlog
 
 from extproc import __version__
 from extproc.admission import Load
 from extproc.debug_state import snapshot
+from extproc.errors import ConfigError
 from extproc.events import Call, Keep, LearnBlockSize, Leg, Release, Restore
 from extproc.log import turn_facts
 from extproc.metrics import (
@@ -23,6 +23,7 @@ from extproc.metrics import (
     PROMPT_IDS_DIFFER,
     RELEASES_WAITING,
     RETURN_LEASES,
+    STORE_UP,
     TASKS,
     Metrics,
 )
@@ -32,17 +33,18 @@ from extproc.receipt import Reason
 from extproc.releases import ReleaseQueue
 from extproc.retention import Retention
 from extproc.returns import ReturnPorts, ReturnQueue
-from extproc.store import Dropped, MemoryStore, ReturnedTurn
+from extproc.store import KEPT, NOT_RELEASED, Dropped, MemoryStore, ReturnedTurn, StoredTurn, fate
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from asyncio import Future
+    from collections.abc import Awaitable, Callable
 
     from extproc.events import LegResult
     from extproc.http_exchange import HttpExchange
     from extproc.identity import ConversationKey
     from extproc.receipt import Receipt
+    from extproc.redis_store import RedisStore
     from extproc.settings import GatewaySettings
-    from extproc.store import StoredTurn
     from extproc.tracing import Tracing
     from extproc.workers_client import WorkersClient
 
@@ -54,7 +56,40 @@ _WARNINGS: Final = 1000
 RETURNED_REMEMBERED: Final = 2000
 """Conversations whose turn P has read back, the newest. One forgotten finds P's cache all the same; its receipt does not say so."""
 
+_T = TypeVar("_T")
+
 log = structlog.get_logger()
+
+
+class Store(Protocol):
+    """Where turns wait for their next. What is in this process answers at once, what is elsewhere in a future.
+
+    Cancel a future nobody waits for any more: what it would have brought is released.
+    """
+
+    def take(self, key: ConversationKey) -> StoredTurn | Reason | Future[StoredTurn | Reason | None] | None:
+        """Remove and return the conversation's turn, None if there is none, or the reason why it cannot be had."""
+
+    def put(self, key: ConversationKey, turn: StoredTurn) -> list[Dropped] | Future[list[Dropped]]:
+        """Keep ``turn``; return what will not be used because of it, ``turn`` itself if it was not kept.
+
+        Once this is answered, whichever process asks next finds the turn.
+        """
+
+    def restore(self, key: ConversationKey, turn: StoredTurn) -> list[Dropped] | Future[list[Dropped]]:
+        """Keep a taken turn again, unless something newer is kept by now: then return it."""
+
+    def find_engines(self, name: str) -> list[str]:
+        """Return the ids of known engines by an engine id, or the ``host`` or ``host:port`` of their handles."""
+
+    def discard_engine(self, engine_id: str, reason: str = "engine_gone") -> list[Dropped]:
+        """Remove and return every turn an engine holds, where that is known."""
+
+    def expire(self, now: float) -> list[Dropped]:
+        """Remove and return every turn whose deadline has come."""
+
+    def drain(self) -> list[Dropped]:
+        """Remove and return every turn that would be lost with this process."""
 
 
 class Gateway:
@@ -66,8 +101,15 @@ class Gateway:
         self.recent: deque[tuple[float, Receipt]] = deque(maxlen=RECENT_TURNS)
         self.pool = PoolKnowledge()
         self.load = Load()
-        self.store = MemoryStore(max_conversations=settings.store_max_conversations, max_bytes=settings.store_max_bytes)
-        self.metrics = Metrics(self.store)
+        # Empty, and free, where a store is shared.
+        self.own_store = MemoryStore(
+            max_conversations=settings.store_max_conversations, max_bytes=settings.store_max_bytes
+        )
+        self.metrics = Metrics(self.own_store)
+        self.shared_store: RedisStore | None = None
+        if settings.store_url is not None:
+            self.shared_store = connect_shared_store(settings, self.metrics, self._release_dropped)
+        self.store: Store = self.shared_store or self.own_store
         self._client = client
         self._releases = ReleaseQueue(
             self._send_release, self.metrics.released, per_second=settings.releases_per_second
@@ -94,6 +136,7 @@ class Gateway:
         self.metrics.watch(RETURN_LEASES, lambda: self._returns.leased_tokens)
         self.metrics.watch(RELEASES_WAITING, self._releases.__len__)
         self.metrics.watch(TASKS, lambda: len(asyncio.all_tasks()))
+        self.metrics.watch(STORE_UP, lambda: self.shared_store is None or self.shared_store.is_up)
         self.metrics.watch(PROMPT_IDS_DIFFER, lambda: self.pool.prompt_ids_differed)
         self.metrics.watch(PREPARING, lambda: self.load.preparing)
         self.metrics.watch(BODY_BYTES, lambda: self.load.body_bytes)
@@ -121,30 +164,29 @@ class Gateway:
         self.metrics.leg(call, result)
         return result
 
-    def take(self, key: ConversationKey) -> StoredTurn | ReturnedTurn | None:
-        """Remove and return what is kept for a conversation."""
-        with self._timed("take"):
-            turn = self.store.take(key)
+    def take(
+        self, key: ConversationKey
+    ) -> StoredTurn | ReturnedTurn | Reason | Future[StoredTurn | Reason | None] | None:
+        """Remove and return what is kept for a conversation, at once or in a future."""
+        taken = self._timed("take", lambda: self.store.take(key))
         self.retention.ledger.taken(key, time.monotonic())
         returned = self._returned.pop(key, None)
-        return returned if turn is None else turn
+        return returned if taken is None else taken
 
-    def keep(self, keep: Keep) -> None:
-        """Keep a turn, and release what it displaces."""
-        with self._timed("put"):
-            dropped = self.store.put(keep.key, keep.turn)
-        self._note_kept(keep, dropped, keep.upstream_address)
+    def keep(self, keep: Keep | Restore) -> list[Dropped] | Future[list[Dropped]]:
+        """Keep a turn, or keep it again; tell ``kept`` what comes of it."""
+        store = self.store.put if isinstance(keep, Keep) else self.store.restore
+        return self._timed("put", lambda: store(keep.key, keep.turn))
 
-    def restore(self, restore: Restore) -> None:
-        """Keep a taken turn again, or release it if its place is lost."""
-        self._note_kept(restore, self.store.restore(restore.key, restore.turn))
-
-    def _note_kept(self, keep: Keep | Restore, dropped: list[Dropped], address: str | None = None) -> None:
+    def kept(self, keep: Keep | Restore, dropped: list[Dropped]) -> str:
+        """Release what a turn displaced, and return its own fate."""
         self._release_dropped(dropped)
-        if all(drop.turn is not keep.turn for drop in dropped):
-            self.retention.kept(keep, address)
+        became = fate(keep.turn, dropped)
+        if became == KEPT and self.shared_store is None:
+            self.retention.kept(keep, keep.upstream_address if isinstance(keep, Keep) else None)
             if isinstance(keep, Keep) and keep.returning is not None:
                 self._return_early(keep)
+        return became
 
     def _return_early(self, keep: Keep) -> None:
         ledger, now = self.retention.ledger, time.monotonic()
@@ -157,9 +199,9 @@ class Gateway:
 
     def _claim(self, key: ConversationKey, turn: StoredTurn) -> bool:
         """Take a turn out of the store to return it, unless a next turn has it or has replaced it."""
-        found = self.store.take(key)
+        found = self.own_store.take(key)
         if found is not None and found.handle.raw != turn.handle.raw:
-            self.store.restore(key, found)
+            self.own_store.restore(key, found)
             found = None
         if found is not None:
             self.retention.ledger.returned(key)
@@ -175,17 +217,23 @@ class Gateway:
     def _release_refused(self, turn: StoredTurn) -> None:
         self.release(Release(turn.handle, turn.model, "refused"))
 
-    def end_conversation(self, key: ConversationKey) -> bool:
-        """Release what is kept for a conversation; False if nothing is."""
-        return self._let_go([key], "ended")
+    async def end_conversation(self, key: ConversationKey) -> bool | Reason:
+        """Release what is kept for a conversation; False if nothing is, a reason if that cannot be known."""
+        taken = self.store.take(key)
+        if isinstance(taken, asyncio.Future):
+            taken = await taken
+        self.retention.ledger.dropped(key)
+        if not isinstance(taken, StoredTurn):
+            return taken or False
+        self._release_dropped([Dropped(taken, "ended")])
+        return True
 
-    def _let_go(self, keys: list[ConversationKey], reason: str) -> bool:
-        """Release what is kept for these conversations; False if nothing is."""
-        turns = [turn for key in keys if (turn := self.store.take(key)) is not None]
+    def _let_go(self, keys: list[ConversationKey], reason: str) -> None:
+        """Release what this process keeps for these conversations."""
+        turns = [turn for key in keys if (turn := self.own_store.take(key)) is not None]
         for key in keys:
             self.retention.ledger.dropped(key)
         self._release_dropped([Dropped(turn, reason) for turn in turns])
-        return bool(turns)
 
     def drain_engine(self, name: str) -> dict[str, int]:
         """Release all that decode engines known by ``name`` retain, now and from now on; turns released by engine id."""
@@ -197,13 +245,14 @@ class Gateway:
             released[engine_id] = len(dropped)
         return released
 
-    @contextlib.contextmanager
-    def _timed(self, operation: str) -> Iterator[None]:
+    def _timed(self, operation: str, ask: Callable[[], _T]) -> _T:
         started = time.perf_counter()
-        try:
-            yield
-        finally:
+        answer = ask()
+        if isinstance(answer, asyncio.Future):
+            answer.add_done_callback(lambda _: self.metrics.store_operation(operation, time.perf_counter() - started))
+        else:
             self.metrics.store_operation(operation, time.perf_counter() - started)
+        return answer
 
     def learn_block_size(self, wanted: LearnBlockSize) -> None:
         """Find out a block size in the background."""
@@ -244,7 +293,7 @@ class Gateway:
         now = time.monotonic()
         return {
             "version": __version__,
-            **snapshot(self.settings, self.pool, self.store, self.recent, now=now, limit=limit),
+            **snapshot(self.settings, self.pool, self.own_store, self.recent, now=now, limit=limit),
         }
 
     # --- in the background ------------------------------------------------------------------------------------------
@@ -254,9 +303,11 @@ class Gateway:
         async with asyncio.TaskGroup() as tasks:
             for work in (self._expire_for_ever, self._releases.run, self.retention.run, self._returns.run):
                 tasks.create_task(_run_for_ever(work))
+            if self.shared_store is not None:
+                tasks.create_task(_run_for_ever(self.shared_store.run))
 
     async def release_everything(self) -> None:
-        """Queue a release for every kept turn, and wait until the queue is empty."""
+        """Queue a release for every turn kept in this process alone, and wait until the queue is empty."""
         self._release_dropped(self.store.drain())
         await self._releases.finish()
 
@@ -265,7 +316,7 @@ class Gateway:
             self.metrics.dropped(drop.reason)
             if drop.key is not None:
                 self.retention.ledger.dropped(drop.key)
-            if drop.reason != "engine_gone":
+            if drop.reason not in NOT_RELEASED:
                 self.release(Release(drop.turn.handle, drop.turn.model, drop.reason))
 
     def release(self, release: Release) -> None:
@@ -286,9 +337,10 @@ class Gateway:
             await asyncio.sleep(_EXPIRY_INTERVAL_SECONDS)
             now = time.monotonic()
             self.metrics.loop_lag(now - wanted)
-            with self._timed("expire"):
-                dropped = self.store.expire(now)
-            self._release_dropped(dropped)
+            self._release_dropped(self._expire(now))
+
+    def _expire(self, now: float) -> list[Dropped]:
+        return self._timed("expire", lambda: self.store.expire(now))
 
     def _run_errand(self, errand: Any) -> None:
         task = asyncio.create_task(errand)
@@ -318,3 +370,14 @@ async def _run_for_ever(work: Callable[[], Awaitable[None]]) -> None:
         except Exception:
             log.exception("background_failed")
         await asyncio.sleep(_RESTART_AFTER_SECONDS)
+
+
+def connect_shared_store(
+    settings: GatewaySettings, metrics: Metrics, release: Callable[[list[Dropped]], None]
+) -> RedisStore:
+    """Return the store behind ``KVLOOP_STORE_URL``; raises ``ConfigError``. Only then is redis-py needed."""
+    try:
+        from extproc.redis_store import RedisStore  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError:
+        raise ConfigError("KVLOOP_STORE_URL needs redis-py: pip install 'kvloop[redis]'") from None
+    return RedisStore(settings, metrics, release)

@@ -49,9 +49,11 @@ class Described:
 
 
 _STORE_OPERATIONS: Final = ("take", "put", "expire")
+_UNANSWERED: Final = ("timeout", "unavailable")
 _DROP_REASONS: Final = (
     *("superseded", "evicted", "expired", "over_budget", "ended"),
     *("engine_gone", "engine_draining", "draining"),
+    *("store_unavailable", "store_refused", "abandoned", "unacknowledged"),
 )
 
 TURNS: Final = Described(
@@ -104,6 +106,7 @@ CAPTURED: Final = Described(
     {
         "fate": (
             *("kept", "released", "absent", "too_large", "loopback_host", "foreign_host"),
+            *("evicted", "store_unavailable", "store_refused", "unacknowledged"),
             *("not_an_object", "not_for_prefill", "push_mode", "incomplete", "empty"),
         )
     },
@@ -134,7 +137,7 @@ RETURNS: Final = Described(
 RETURN_LEASES: Final = Described(
     "kvloop_return_leased_tokens", Gauge, "Tokens P holds under a lease after early returns, by our own clock."
 )
-KEPT: Final = Described("kvloop_kept_turns", Gauge, "Handles kept for a next turn.")
+KEPT: Final = Described("kvloop_kept_turns", Gauge, "Handles kept in this process; not those in a shared store.")
 STORE_BYTES: Final = Described("kvloop_store_bytes", Gauge, "Memory the kept handles cost this process.")
 ENGINE_LABEL: Final = {
     "engine": f"`host:port` of the engine's side channel; beyond {ENGINES_SHOWN} engines the rest is `{OTHER_ENGINES}`."
@@ -152,6 +155,15 @@ STORE_OPERATIONS: Final = Described(
     "Operations of the store that keeps the handles.",
     {"operation": _STORE_OPERATIONS},
     _QUICK_SECONDS,
+)
+STORE_UP: Final = Described(
+    "kvloop_store_up", Gauge, "1 while the store is asked; 0 while a shared store is away or does not answer in time."
+)
+STORE_UNANSWERED: Final = Described(
+    "kvloop_store_unanswered_total",
+    Counter,
+    "Operations a shared store did not answer: `timeout`, or `unavailable`, so that it was not even asked.",
+    {"operation": ("take", "put"), "why": _UNANSWERED},
 )
 FORBIDDEN: Final = Described(
     "kvloop_forbidden_fields_removed_total", Counter, "Transfer parameters clients tried to send."
@@ -199,7 +211,7 @@ BUILD: Final = Described(
 TABLE: Final = (
     *(TURNS, LIVE, PREPARING, BODY_BYTES, PROMPT_TOKENS, HELD_TOKENS, REUSED_TOKENS, TTFT, TTFT_PARTS, LEGS),
     *(CAPTURED, DROPPED, RELEASES, RELEASES_WAITING, RETURNS, RETURN_LEASES, KEPT, STORE_BYTES),
-    *(ENGINE_TURNS, ENGINE_TOKENS, STORE_OPERATIONS),
+    *(ENGINE_TURNS, ENGINE_TOKENS, STORE_OPERATIONS, STORE_UP, STORE_UNANSWERED),
     *(FORBIDDEN, ABORTED, ABANDONED, PROMPT_IDS_DIFFER, LOOP_LAG, TASKS, LOG_LINES_DROPPED, BUILD),
 )
 
@@ -221,6 +233,7 @@ class Metrics:
         self._forbidden, self._aborted, self._abandoned = map(self._made, (FORBIDDEN, ABORTED, ABANDONED))
         self._loop_lag = self._made(LOOP_LAG)
         self._made(BUILD).info({"version": __version__, "python_version": platform.python_version()})
+        self._unanswered = self._made(STORE_UNANSWERED)
         self.watch(KEPT, store.__len__)
         self.watch(STORE_BYTES, lambda: store.size_bytes)
         self.registry.register(_Engines(store.engines))
@@ -250,6 +263,7 @@ class Metrics:
             (self._releases, product(_DROP_REASONS, RELEASES.labels["result"])),
             (self._returns, product(RETURNS.labels["result"])),
             (self._store_operations, product(_STORE_OPERATIONS)),
+            (self._unanswered, product(*STORE_UNANSWERED.labels.values())),
             (self._aborted, product(ABORTED.labels["error"])),
             (self._abandoned, product(Stage)),
         ]
@@ -304,6 +318,10 @@ class Metrics:
     def store_operation(self, operation: str, seconds: float) -> None:
         """Count an operation of the store: ``take``, ``put`` or ``expire``."""
         self._store_operations.labels(operation).observe(seconds)
+
+    def store_unanswered(self, operation: str, why: str) -> None:
+        """Count a take or a put a shared store did not answer: ``timeout`` or ``unavailable``."""
+        self._unanswered.labels(operation, why).inc()
 
     def aborted(self, error: Exception) -> None:
         """Count a stream that ended in an error."""

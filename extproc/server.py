@@ -51,6 +51,8 @@ async def serve(settings: GatewaySettings) -> None:
     client = WorkersClient(settings.prefill_url, secret=secret, api_key=api_key, tls=prefill_context(settings))
     async with client:
         gateway = Gateway(settings, client, tracing)
+        if gateway.shared_store is not None:
+            await gateway.shared_store.open()
         server = await _start_grpc(gateway, settings)
         server.is_serving = False  # not yet: see ``readiness``
         admin = await start_admin(gateway, readiness, settings)

@@ -205,6 +205,18 @@ class GatewaySettings(BaseSettings):
     store_max_conversations: PositiveInt = Field(100_000, description="Beyond it the oldest handle is released.")
     store_max_bytes: PositiveInt = Field(512 * Mebibyte, description="The same bound in bytes.")
 
+    # --- a store that several processes share --------------------------------------------------------------------
+    store_url: SecretStr | None = Field(
+        None,
+        description="Redis 6.2 or newer, or Valkey, that all replicas share: `redis://host:6379/0`, `rediss://` with TLS,"
+        " or `unix:///path`. Unset: each process keeps its own handles in memory. See docs/scaling-out.md.",
+    )
+    store_password: SecretStr | None = Field(None, description="The store's password; the URL may name the user.")
+    store_ca_file: str | None = Field(None, description="CA of the store's certificate; unset: the system's CAs.")
+    store_timeout_seconds: PositiveFloat = Field(
+        0.1, description="The longest a turn waits for the store; then it goes cold, or its handle is not kept."
+    )
+
     # --- how much decode workers retain ---------------------------------------------------------------------------
     retain_max_share: float = Field(
         0.5,

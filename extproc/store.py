@@ -50,7 +50,8 @@ class Dropped:
     """A turn that will not be used, and why: see ``reason``.
 
     ``superseded``, ``evicted``, ``expired``, ``over_budget``, ``ended``, ``engine_gone``, ``engine_draining`` or
-    ``draining``.
+    ``draining``; of a shared store also ``store_unavailable``, ``store_refused``, ``abandoned`` (taken for a client who had
+    left) or ``unacknowledged`` (kept or not: no answer came).
     """
 
     turn: StoredTurn
@@ -68,6 +69,16 @@ class EngineShare:
     tokens: int
 
 
+KEPT: Final = "kept"
+NOT_RELEASED: Final = frozenset({"engine_gone", "unacknowledged"})
+"""Nobody is left to free these turns' blocks, or somebody may yet use them."""
+
+
+def fate(turn: StoredTurn, dropped: list[Dropped]) -> str:
+    """Return what became of a turn a store was to keep: ``kept``, or why it was dropped."""
+    return next((drop.reason for drop in dropped if drop.turn is turn), KEPT)
+
+
 class MemoryStore:
     """Handles by conversation, bounded in entries and bytes. Not thread-safe: it belongs to one event loop."""
 
@@ -75,7 +86,7 @@ class MemoryStore:
         self._max_conversations = max_conversations
         self._max_bytes = max_bytes
         self._turns: OrderedDict[ConversationKey, StoredTurn] = OrderedDict()
-        self._keys_by_engine: dict[str, set[ConversationKey]] = {}
+        self._keys_by_engine: dict[str, dict[ConversationKey, None]] = {}
         self._tokens_by_engine: dict[str, int] = {}
         self._engine_at: dict[tuple[str, int], str] = {}
         self._bytes = 0
@@ -119,7 +130,7 @@ class MemoryStore:
             return [*dropped, Dropped(turn, "evicted")]
         self._turns[key] = turn
         engine_id = turn.handle.engine_id
-        self._keys_by_engine.setdefault(engine_id, set()).add(key)
+        self._keys_by_engine.setdefault(engine_id, {})[key] = None
         self._tokens_by_engine[engine_id] = self._tokens_by_engine.get(engine_id, 0) + turn.handle.tokens
         self._bytes += turn.size_bytes
         while len(self._turns) > self._max_conversations or self._bytes > self._max_bytes:
@@ -183,7 +194,7 @@ class MemoryStore:
         self._bytes -= turn.size_bytes
         engine_id = turn.handle.engine_id
         keys = self._keys_by_engine[engine_id]
-        keys.discard(key)
+        keys.pop(key, None)
         self._tokens_by_engine[engine_id] -= turn.handle.tokens
         if not keys:
             del self._keys_by_engine[engine_id], self._tokens_by_engine[engine_id]

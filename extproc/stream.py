@@ -8,6 +8,7 @@ with OK while Envoy still waits for body pieces would hand a mutilated request t
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
@@ -28,9 +29,9 @@ from extproc.tracing import TurnTrace
 from extproc.turn import ResponseTooLarge
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
-    from extproc.events import Event
+    from extproc.events import Event, LegResult
     from extproc.gateway import Gateway
     from extproc.http2 import StreamEvents
 
@@ -57,7 +58,10 @@ def serve_process(gateway: Gateway, responder: Responder) -> StreamEvents:
 
 
 class ProcessStream:
-    """One exchange, driven straight from the messages that arrive: only our own calls to P have to be waited for."""
+    """One exchange, driven straight from the messages that arrive.
+
+    Only our own calls to P, and a store outside this process, have to be waited for.
+    """
 
     def __init__(self, gateway: Gateway, responder: Responder) -> None:
         self._gateway = gateway
@@ -68,7 +72,7 @@ class ProcessStream:
         self._waiting: deque[bytes] = deque()
         self._is_ended = False
         self._is_busy = False
-        self._call: asyncio.Task[None] | None = None
+        self._awaited: asyncio.Future[Any] | None = None
         self._trace: TurnTrace | None = None
         gateway.metrics.began()
         self._advance()
@@ -85,14 +89,14 @@ class ProcessStream:
 
     def writable(self) -> None:
         """Go on after flow control held an answer back."""
-        if self._is_busy and self._call is None:
+        if self._is_busy and self._awaited is None:
             self._is_busy = False
             self._advance()
 
     def reset(self) -> None:
         """Drop everything: a client left, or Envoy is gone. Our own call to P is dropped with it."""
-        if self._call is not None:
-            self._call.cancel()
+        if self._awaited is not None:
+            self._awaited.cancel()
         self._abandon()
 
     def _receive(self) -> None:
@@ -133,15 +137,11 @@ class ProcessStream:
                 event = self._next_event()
                 return event is not None, event
             case Call():
-                self._is_busy = True
-                self._call = asyncio.get_running_loop().create_task(self._perform_call(effect))
-                return False, None
+                return self._when_known(asyncio.get_running_loop().create_task(self._call(effect)))
             case Take(key):
-                return True, self._gateway.take(key)
-            case Keep():
-                self._gateway.keep(effect)
-            case Restore():
-                self._gateway.restore(effect)
+                return self._when_known(self._gateway.take(key))
+            case Keep() | Restore():
+                return self._when_known(self._gateway.keep(effect), functools.partial(self._gateway.kept, effect))
             case Release():
                 self._gateway.release(effect)
             case LearnBlockSize():
@@ -155,17 +155,32 @@ class ProcessStream:
                 return not self._is_busy, None
         return True, None
 
-    async def _perform_call(self, call: Call) -> None:
+    async def _call(self, call: Call) -> LegResult:
         trace = self._traced()
         perform = self._gateway.call
-        try:
-            result = await (perform(call) if trace is None else trace.call(call, perform))
-        except Exception as error:  # noqa: BLE001 - logged; nobody else would end the stream
-            self._fail(error)
-            return
-        self._call = None
-        self._is_busy = False
-        self._advance(result)
+        return await (perform(call) if trace is None else trace.call(call, perform))
+
+    def _when_known(self, answer: Any, conclude: Callable[[Any], Any] = lambda known: known) -> tuple[bool, Any]:
+        """Return ``conclude(answer)``, or go on with it from here if the answer is still to come."""
+        if not isinstance(answer, asyncio.Future):
+            return True, conclude(answer)
+
+        def go_on(done: asyncio.Future[Any]) -> None:
+            if done.cancelled():
+                return
+            self._awaited = None
+            self._is_busy = False
+            try:
+                result = conclude(done.result())
+            except Exception as error:  # noqa: BLE001 - told in full by _fail
+                self._fail(error)
+            else:
+                self._advance(result)
+
+        self._is_busy = True
+        self._awaited = answer
+        answer.add_done_callback(go_on)
+        return False, None
 
     def _abort(self, error: Exception) -> None:
         request_id = header(self._exchange.headers, "x-request-id")

@@ -42,7 +42,7 @@ from extproc.events import (
 from extproc.exchange import Exchange
 from extproc.http_exchange import StreamEnded
 from extproc.pool import PoolKnowledge
-from extproc.store import MemoryStore
+from extproc.store import MemoryStore, fate
 from workers.sim.api_request import ApiError
 from workers.sim.engine import EngineDeadError
 
@@ -121,7 +121,7 @@ class Replica:
         self.turns: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.released: Counter[str] = Counter()
-        self.live: set[simpy.Process] = set()
+        self.live: dict[simpy.Process, None] = {}
         self._start_empty()
         env.process(self._expire_for_ever())
 
@@ -132,7 +132,7 @@ class Replica:
         exchange = Exchange(self.settings, self.pool)
         served = Served(exchange.receipt)
         process = self.env.process(self._serve(exchange, path, headers, body, served))
-        self.live.add(process)
+        self.live[process] = None
         if leaves_after is None:
             yield process
         else:
@@ -140,7 +140,7 @@ class Replica:
             if process.is_alive:
                 process.interrupt("left")
                 yield process
-        self.live.discard(process)
+        self.live.pop(process, None)
         self.turns[exchange.receipt.outcome] += 1
         if exchange.receipt.reason is not None:
             self.reasons[exchange.receipt.reason] += 1
@@ -194,7 +194,9 @@ class Replica:
             case Take(key):
                 return self.store.take(key)
             case Keep(key, turn):
-                self._release_dropped(self.store.put(key, turn))
+                dropped = self.store.put(key, turn)
+                self._release_dropped(dropped)
+                return fate(turn, dropped)
             case Restore(key, turn):
                 self._release_dropped(self.store.restore(key, turn))
             case Release():

@@ -197,6 +197,15 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             ((quantile(0.99, "kvloop_store_operation_duration_seconds", "operation"), "{{operation}}"),),
         ),
         Panel(
+            "Store away",
+            "Replicas that do not ask the shared store, and operations it left unanswered.",
+            "short",
+            (
+                ("sum(1 - kvloop_store_up{{{}}})", "replicas"),
+                (rate("kvloop_store_unanswered_total", "operation, why"), "{{operation}} {{why}}"),
+            ),
+        ),
+        Panel(
             "Aborted streams",
             "Broken requests.",
             "reqps",

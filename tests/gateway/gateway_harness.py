@@ -12,6 +12,7 @@ import http.client
 import itertools
 import json
 import os
+import random
 import socket
 import ssl
 import struct
@@ -467,9 +468,18 @@ def worker(role: Any, *, engine: dict[str, Any] | None = None, **settings: Any) 
 
 
 def free_ports(count: int) -> list[int]:
-    """Return loopback ports nobody uses, all held at once so that no two are the same."""
-    with contextlib.ExitStack() as held:
-        return [held.enter_context(socket.create_server((HOST, 0))).getsockname()[1] for _ in range(count)]
+    """Return loopback ports nobody uses, all held at once so that no two are the same.
+
+    They lie below those the system gives to outgoing connections: one of these could take a port before its server does.
+    """
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    held: list[socket.socket] = []
+    with contextlib.ExitStack() as stack:
+        while len(held) < count:
+            with contextlib.suppress(OSError):
+                server = socket.create_server((HOST, random.randrange(10_000, ephemeral)))
+                held.append(stack.enter_context(server))
+        return [server.getsockname()[1] for server in held]
 
 
 def _pairs(ports: list[int]) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ TURNS = 2000
 
 @pytest.fixture(scope="module")
 def played() -> Result:
-    return soak(TURNS, seed=1)
+    return soak(TURNS, seed=5)
 
 
 def test_two_thousand_turns_show_nothing_that_must_not_happen(played: Result) -> None:

@@ -53,7 +53,7 @@ from extproc.pool import PoolKnowledge
 from extproc.prompt_mark import put_mark
 from extproc.settings import GatewaySettings
 from extproc.sse import EventTooLarge
-from extproc.store import Dropped, MemoryStore
+from extproc.store import Dropped, MemoryStore, fate
 
 SETTINGS = GatewaySettings(event_max_bytes=20_000, handle_ttl_seconds=100, handle_margin_seconds=30)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -395,7 +395,9 @@ class ExchangeMachine(RuleBasedStateMachine):
                 return turn
             case Keep(key, turn):
                 self.kept.add(name_of(turn.handle.raw))
-                self.note_dropped(self.store.put(key, turn))
+                dropped = self.store.put(key, turn)
+                self.note_dropped(dropped)
+                return fate(turn, dropped)
             case Restore(key, turn):
                 assert name_of(turn.handle.raw) not in self.sent, "given back although P may have read it"
                 del self.taken[name_of(turn.handle.raw)]

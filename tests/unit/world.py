@@ -47,7 +47,7 @@ from extproc.identity import ConversationKey
 from extproc.pool import PoolKnowledge
 from extproc.receipt import Receipt
 from extproc.settings import GatewaySettings
-from extproc.store import MemoryStore, ReturnedTurn
+from extproc.store import MemoryStore, ReturnedTurn, fate
 
 ENGINE = "8b88bf27-8cc6-49d6-9401-46df614000ff"
 BLOCK_SIZE = 32
@@ -198,7 +198,9 @@ class World:
                 seen.kinds += [effect.kind]
                 seen.keeps += [effect] if isinstance(effect, Keep) else []
                 keep = self.store.put if isinstance(effect, Keep) else self.store.restore
-                seen.releases += [Release(drop.turn.handle, drop.turn.model, drop.reason) for drop in keep(key, turn)]
+                dropped = keep(key, turn)
+                seen.releases += [Release(drop.turn.handle, drop.turn.model, drop.reason) for drop in dropped]
+                return fate(turn, dropped)
             case Release():
                 seen.releases.append(effect)
                 self.released.append(effect)
