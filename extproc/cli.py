@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _COMMANDS: Final = {
     "serve": ("extproc.server", "run the ext_proc service (settings: KVLOOP_* variables)"),
     "top": ("extproc.top", "watch running gateways: turns, times, engines, conversations"),
+    "doctor": ("extproc.doctor", "ask every part of a deployment how it is, and say what to change"),
     "envoy": ("extproc.envoy_cli", "render or validate the Envoy configuration"),
     "worker": ("workers.launch", "run a vLLM prefill or decode worker"),
     "sim": ("workers.sim", "run simulated workers"),

@@ -16,6 +16,7 @@ CORE = (
     "budget",
     "capturing",
     "debug_state",
+    "doctor_findings",
     "endpoints",
     "errors",
     "events",

@@ -1,0 +1,178 @@
+"""``kvloop doctor`` finds nothing wrong where nothing is, and names each of the faults that are set up here, with its fix."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_harness import HOST, Gateway, worker
+from redis_harness import RedisServer
+
+from extproc import envoy_binary
+from workers.supervision import Component, inherited_environment
+
+
+def doctor(gateway: Gateway, *options: str, **env: str) -> tuple[int, list[dict[str, str]]]:
+    """Run the command with the settings of the gateway's first ext_proc; returns its status and findings."""
+    command = [sys.executable, "-m", "extproc.cli", "doctor", "--json", *options]
+    where = ["--envoy-admin", f"{HOST}:{gateway.admin_port}", "--gateway", gateway.base_url]
+    ran = subprocess.run(  # noqa: S603 - our own
+        [*command, *where],
+        env={**gateway.extproc[0].env, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.stdout, ran.stderr
+    return ran.returncode, json.loads(ran.stdout)["findings"]
+
+
+def faults(findings: list[dict[str, str]]) -> list[str]:
+    return [
+        f"{finding['text']} -> {finding['fix']}" for finding in findings if finding["status"] in ("fault", "warning")
+    ]
+
+
+def test_nothing_is_wrong_where_nothing_is(start_gateway, tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        gateway = start_gateway(extproc_env={"KVLOOP_STORE_URL": server.url})
+        status, findings = doctor(gateway, "--probe")
+    assert faults(findings) == []
+    assert status == 0
+    told = [finding["text"] for finding in findings if finding["status"] == "ok"]
+    assert any(text.startswith("the second turn reused") for text in told)
+    unseen = [finding["part"].split()[0] for finding in findings if finding["status"] == "unseen"]
+    assert unseen == ["prefill", "decode"], "what cannot be seen is not called right"
+
+
+def test_what_was_not_tried_is_not_called_right(gateway) -> None:
+    status, findings = doctor(gateway)
+    assert status == 0
+    assert [finding["part"] for finding in findings if finding["status"] == "unseen"][-1] == "probe"
+
+
+def edit_envoy(edit: Callable[[str], str]) -> Callable[[Gateway], None]:
+    """Run Envoy with an edited configuration."""
+
+    def misconfigure(gateway: Gateway) -> None:
+        assert gateway.envoy is not None
+        gateway.envoy.stop()
+        path = gateway.directory / "envoy.yaml"
+        edited = edit(path.read_text())
+        assert edited != path.read_text()
+        path.write_text(edited)
+        argv = tuple(envoy_binary.envoy_command(path, concurrency=1))
+        gateway.envoy = Component(
+            "Envoy", argv, inherited_environment(), gateway.directory / "envoy.log", grace_seconds=1.0
+        )
+        gateway.envoy.start()
+        gateway.wait_until_routable()
+
+    return misconfigure
+
+
+def stop_prefill(gateway: Gateway) -> None:
+    gateway.crash_worker(gateway.fleet.prefill[0])
+
+
+PLAIN_D = worker("decode", streams_handles=False, digests_handles=False)
+MISCONFIGURATIONS: dict[str, tuple[dict[str, Any], Callable[[Gateway], None] | None, str, str]] = {
+    "P renders nothing": (
+        {"prefill": [worker("prefill", scale_out=False)]},
+        None,
+        "does not render prompts",
+        "--enable-scale-out",
+    ),
+    "D streams no handles": ({"decode": [PLAIN_D]}, None, "D streams no handles", "install kvloop beside vLLM"),
+    "D names a loopback address": (
+        {"extproc_env": {"KVLOOP_SINGLE_HOST": "false"}},
+        None,
+        "an address that means this machine",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST",
+    ),
+    "reuse is off": ({"extproc_env": {"KVLOOP_REUSE": "false"}}, None, "reuse is switched off", "unset KVLOOP_REUSE"),
+    "block sizes differ": (
+        {"prefill": [worker("prefill", engine={"block_size": 32})]},
+        None,
+        "KV block sizes differ: [16, 32]",
+        "the same --block-size",
+    ),
+    "P is down": ({}, stop_prefill, "does not answer", "start it"),
+    "ext_proc is down": ({}, Gateway.kill_extproc, "its admin port does not answer", "start `kvloop serve`"),
+    "Envoy fails open": (
+        {},
+        edit_envoy(
+            lambda text: text.replace(
+                "allow_mode_override: true", "allow_mode_override: true\n              failure_mode_allow: true"
+            )
+        ),
+        "may be passed by when it fails",
+        "failure_mode_allow: false",
+    ),
+    "Envoy buffers requests": (
+        {},
+        edit_envoy(
+            lambda text: text.replace("request_body_mode: FULL_DUPLEX_STREAMED", "request_body_mode: STREAMED").replace(
+                "request_trailer_mode: SEND", "request_trailer_mode: SKIP"
+            )
+        ),
+        "request bodies do not come to ext_proc as it needs them",
+        "FULL_DUPLEX_STREAMED",
+    ),
+    "Envoy retries": (
+        {},
+        edit_envoy(
+            lambda text: text.replace(
+                "timeout: 0s\n", "timeout: 0s\n                  retry_policy: {retry_on: 5xx}\n", 1
+            )
+        ),
+        "would use a handle twice",
+        "remove retry_policy",
+    ),
+}
+
+PROBED = {"P renders nothing", "D streams no handles", "D names a loopback address", "reuse is off"}
+
+
+@pytest.mark.parametrize("name", MISCONFIGURATIONS)
+def test_each_misconfiguration_is_named_with_its_fix(start_gateway, name: str) -> None:
+    options, misconfigure, text, fix = MISCONFIGURATIONS[name]
+    gateway = start_gateway(**options)
+    if misconfigure is not None:
+        misconfigure(gateway)
+    status, findings = doctor(gateway, *(["--probe"] if name in PROBED else []))
+    if name == "P is down":
+        gateway.start_worker(gateway.fleet.prefill[0])
+    assert status == 1
+    assert any(text in fault and fix in fault for fault in faults(findings)), findings
+
+
+STORES: dict[str, tuple[list[str], dict[str, str], int, str]] = {
+    "password": (["--requirepass", "right"], {"KVLOOP_STORE_PASSWORD": "wrong"}, 1, "refused the login"),
+    "eviction": (["--maxmemory-policy", "allkeys-lru"], {}, 0, "set maxmemory-policy noeviction"),
+    "replica": (["--replicaof", f"{HOST} 1"], {}, 1, "point KVLOOP_STORE_URL at the primary"),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_each_fault_of_the_store_is_named_with_its_fix(gateway, tmp_path: Path, name: str) -> None:
+    options, env, expected, told = STORES[name]
+    with RedisServer(tmp_path, *options) as server:
+        status, findings = doctor(gateway, KVLOOP_STORE_URL=server.url, **env)
+    assert status == expected
+    assert any(told in fault for fault in faults(findings)), findings
+
+
+def test_a_store_that_is_away_is_named(gateway, tmp_path: Path) -> None:
+    with ExitStack() as stopped:
+        url = stopped.enter_context(RedisServer(tmp_path)).url
+    status, findings = doctor(gateway, KVLOOP_STORE_URL=url)
+    assert status == 1
+    assert any("it is away" in fault for fault in faults(findings)), findings
