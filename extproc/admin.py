@@ -21,7 +21,9 @@ _SHOWN: Final = 50
 _MOST_SHOWN: Final = 1000
 
 
-async def start_admin(gateway: Gateway, readiness: Readiness, settings: GatewaySettings) -> web.AppRunner:
+async def start_admin(
+    gateway: Gateway, readiness: Readiness, settings: GatewaySettings, *, socket_path: str | None = None
+) -> web.AppRunner:
     """Serve metrics, liveness, readiness, ``/debug/state`` and releases; raises ``ConfigError``. Clean the runner up to stop."""
 
     async def metrics(_: web.Request) -> web.Response:
@@ -37,7 +39,7 @@ async def start_admin(gateway: Gateway, readiness: Readiness, settings: GatewayS
         return web.Response(text=f"{obstacle or 'ok'}\n", status=503 if obstacle else 200)
 
     async def state(request: web.Request) -> web.Response:
-        if settings.debug_state == "loopback" and not _is_loopback(request.remote):
+        if settings.debug_state == "loopback" and not is_loopback(request.remote):
             raise web.HTTPForbidden(text="Only answered on this machine; KVLOOP_DEBUG_STATE=anyone changes that.\n")
         wanted = request.query.get("limit", "")
         limit = min(int(wanted), _MOST_SHOWN) if wanted.isdecimal() and len(wanted) < 10 else _SHOWN  # noqa: PLR2004
@@ -52,7 +54,10 @@ async def start_admin(gateway: Gateway, readiness: Readiness, settings: GatewayS
     await runner.setup()
     host, _, port = settings.admin_listen.rpartition(":")
     try:
-        await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+        if socket_path is None:
+            await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+        else:
+            await web.UnixSite(runner, socket_path).start()
     except OSError as error:
         await runner.cleanup()
         raise ConfigError(
@@ -61,6 +66,9 @@ async def start_admin(gateway: Gateway, readiness: Readiness, settings: GatewayS
     return runner
 
 
-def _is_loopback(peer: str | None) -> bool:
-    address = ipaddress.ip_address(peer) if peer else None
-    return address is not None and (getattr(address, "ipv4_mapped", None) or address).is_loopback
+def is_loopback(peer: str | None) -> bool:
+    """Whether a request came from this machine. On a Unix socket there is no address: only the parent process knows it."""
+    if not peer:
+        return True
+    address = ipaddress.ip_address(peer)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from grpc_health.v1 import health_pb2
 
@@ -76,12 +76,25 @@ class GrpcServer:
         self.services: dict[bytes, Callable[[Responder], http2.StreamEvents]] = {**services, HEALTH_PATH: self._health}
         self._protocols: set[_GrpcProtocol] = set()
         self._server: asyncio.Server | None = None
+        self._accepting: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
 
     async def start(self, host: str, port: int, *, ssl: SSLContext | None = None) -> None:
         """Listen, with TLS if there is a context for it; raises ``OSError``."""
         self._server = await asyncio.get_running_loop().create_server(lambda: _GrpcProtocol(self), host, port, ssl=ssl)
         self.is_serving = True
+
+    def accept(self, connection: socket.socket, *, ssl: SSLContext | None = None) -> None:
+        """Serve a connection somebody else has accepted."""
+        loop = asyncio.get_running_loop()
+        accepting = loop.create_task(loop.connect_accepted_socket(lambda: _GrpcProtocol(self), connection, ssl=ssl))
+        self._accepting.add(accepting)
+        accepting.add_done_callback(self._accepted)
+
+    def _accepted(self, accepting: asyncio.Task[Any]) -> None:
+        self._accepting.discard(accepting)
+        if not accepting.cancelled():
+            accepting.exception()  # a TLS handshake that failed is its peer's affair
 
     async def stop(self, grace_seconds: float) -> None:
         """Take no new streams, let the running ones end in that time, and close."""

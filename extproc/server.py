@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse  # noqa: TC003 - the CLI contract of every command module
+import argparse
 import asyncio
 import contextlib
 import os
@@ -17,6 +17,7 @@ from extproc.garbage import keep_collections_short
 from extproc.gateway import RELEASE_TIMEOUT_SECONDS, Gateway
 from extproc.grpc_server import GrpcServer
 from extproc.log import configure_logging
+from extproc.processes import supervise, take_connections
 from extproc.readiness import Readiness
 from extproc.settings import GatewaySettings, unknown_variables
 from extproc.stream import PROCESS_PATH, serve_process
@@ -28,22 +29,42 @@ log = structlog.get_logger()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the service is configured by environment variables alone."""
+    """Add how many processes to run; all else is configured by environment variables."""
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="event loops on one port; more than one need KVLOOP_STORE_URL",
+    )
+    # How a parent starts its processes.
+    parser.add_argument("--control-fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--admin-socket", help=argparse.SUPPRESS)
     parser.epilog = "Every setting is a KVLOOP_* environment variable; see docs/settings.md."
 
 
-def main(_: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run the service; returns the exit status."""
     settings = GatewaySettings()
     configure_logging(settings.log_level)
+    if args.control_fd is not None:
+        uvloop.run(serve(settings, args.control_fd, args.admin_socket))
+        return 0
     for line in unknown_variables(os.environ):
         log.warning("unknown_variable", detail=line)
+    if args.processes < 1:
+        raise ConfigError(f"--processes {args.processes}: at least one process has to serve")
+    if args.processes > 1:
+        return uvloop.run(supervise(settings, args.processes))
     uvloop.run(serve(settings))
     return 0
 
 
-async def serve(settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT, then drain: finish running streams, release kept handles. Raises ConfigError."""
+async def serve(settings: GatewaySettings, control_fd: int | None = None, admin_socket: str | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then drain: finish running streams, release kept handles. Raises ConfigError.
+
+    ``control_fd`` is where a parent process hands connections over; without one this process listens by itself.
+    """
     secret = settings.worker_secret.get_secret_value() if settings.worker_secret else None
     api_key = settings.worker_api_key.get_secret_value() if settings.worker_api_key else None
     tracing = start_tracing(os.environ)
@@ -53,10 +74,13 @@ async def serve(settings: GatewaySettings) -> None:
         gateway = Gateway(settings, client, tracing)
         if gateway.shared_store is not None:
             await gateway.shared_store.open()
-        server = await _start_grpc(gateway, settings)
+        server = await _start_grpc(gateway, settings, listens=control_fd is None)
         server.is_serving = False  # not yet: see ``readiness``
-        admin = await start_admin(gateway, readiness, settings)
+        admin = await start_admin(gateway, readiness, settings, socket_path=admin_socket)
         background = asyncio.create_task(_run_background(gateway, server, readiness))
+        if control_fd is not None:
+            context = server_context(settings)
+            control = take_connections(control_fd, lambda connection: server.accept(connection, ssl=context))
         log.info("serving", listen=settings.listen, admin=settings.admin_listen, prefill=settings.prefill_url)
         try:
             await _stop_signal()
@@ -71,6 +95,8 @@ async def serve(settings: GatewaySettings) -> None:
                 async with asyncio.timeout(RELEASE_TIMEOUT_SECONDS):
                     await gateway.release_everything()
         finally:
+            if control_fd is not None:
+                asyncio.get_running_loop().remove_reader(control)
             background.cancel()
             await asyncio.gather(background, return_exceptions=True)
             await admin.cleanup()
@@ -89,14 +115,16 @@ async def _run_background(gateway: Gateway, server: GrpcServer, readiness: Readi
         tasks.create_task(keep_collections_short())
 
 
-async def _start_grpc(gateway: Gateway, settings: GatewaySettings) -> GrpcServer:
+async def _start_grpc(gateway: Gateway, settings: GatewaySettings, *, listens: bool) -> GrpcServer:
     # Envoy sends body pieces of up to its connection buffer.
     server = GrpcServer(
         {PROCESS_PATH: lambda responder: serve_process(gateway, responder)},
         max_message_bytes=settings.request_max_bytes + settings.response_max_bytes,
     )
-    host, _, port = settings.listen.rpartition(":")
     context = server_context(settings)
+    if not listens:
+        return server
+    host, _, port = settings.listen.rpartition(":")
     try:
         await server.start(host.strip("[]"), int(port), ssl=context)
     except OSError:
