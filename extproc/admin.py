@@ -69,6 +69,6 @@ async def start_admin(
 def is_loopback(peer: str | None) -> bool:
     """Whether a request came from this machine. On a Unix socket there is no address: only the parent process knows it."""
     if not peer:
-        return True
+        return peer == ""
     address = ipaddress.ip_address(peer)
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback

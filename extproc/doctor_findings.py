@@ -303,8 +303,8 @@ def _pool(workers: tuple[Worker, ...]) -> Iterator[Finding]:
         yield Finding(
             Status.FAULT, "workers", f"KV block sizes differ: {sorted(sizes)}", "give P and D the same --block-size"
         )
-    elif sizes:
-        yield Finding(Status.OK, "workers", f"KV blocks hold {min(sizes)} tokens everywhere")
+    for size in sizes if len(sizes) == 1 else ():
+        yield Finding(Status.OK, "workers", f"KV blocks hold {size} tokens everywhere")
 
 
 # --- the store and the probe --------------------------------------------------------------------------------------------

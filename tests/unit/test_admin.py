@@ -11,7 +11,7 @@ import pytest
 from aiohttp import ClientSession
 from test_store import key, turn
 
-from extproc.admin import _is_loopback, start_admin
+from extproc.admin import is_loopback, start_admin
 from extproc.debug_state import snapshot
 from extproc.errors import ConfigError
 from extproc.gateway import Gateway
@@ -67,7 +67,7 @@ def test_it_can_be_switched_off() -> None:
 
 @pytest.mark.parametrize(("setting", "status"), [("loopback", 403), ("anyone", 200)])
 def test_from_elsewhere_it_is_answered_only_if_told_so(monkeypatch, setting, status) -> None:
-    monkeypatch.setattr("extproc.admin._is_loopback", lambda _: False)
+    monkeypatch.setattr("extproc.admin.is_loopback", lambda _: False)
     answer = ask("/debug/state", debug_state=setting)
     assert answer[0] == status
     assert ask("/metrics", debug_state=setting)[0] == 200, "those are for whoever scrapes"
@@ -82,7 +82,7 @@ def test_from_elsewhere_it_is_answered_only_if_told_so(monkeypatch, setting, sta
     ],
 )
 def test_what_this_machine_is(peer, expected) -> None:
-    assert _is_loopback(peer) is expected
+    assert is_loopback(peer) is expected
 
 
 def test_a_taken_port_is_named_with_the_fix() -> None:

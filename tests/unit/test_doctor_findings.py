@@ -113,6 +113,7 @@ CASES: dict[str, tuple[dict[str, Any], Status, str, str]] = {
         "recompute",
     ),
     "ttl": ({"handle_ttl_seconds": 900.0}, Status.FAULT, "480 s", "KVLOOP_HANDLE_TTL_SECONDS=480"),
+    "no worker": ({"workers": ()}, Status.FAULT, "knows no such worker", "--prefill"),
     "unseen": ({"workers": workers(kv_config=None)}, Status.UNSEEN, "cannot be seen", "VLLM_SERVER_DEV_MODE"),
     "no decode": ({"workers": facts().workers[:1]}, Status.FAULT, "knows no such worker", "--decode"),
     "versions": (
