@@ -455,6 +455,19 @@ def test_a_turn_without_a_prefill_leg_is_let_go_by_repaired_decode_workers_only(
     assert (left, d.counters.blocks_leaked) == ((0, 0) if repaired else (held, held))
 
 
+def test_a_read_after_a_release_is_late_and_not_a_second_use(pool: Pool, p: Engine, d: Engine) -> None:
+    """A reader that was given up may be so slow that its handle has been released meanwhile."""
+    held, handle = first_turn(pool, p, d)
+    given_up = request([*held, 7], handle, max_tokens=1)
+    p.submit(given_up)
+    p.admit(pool.now)
+    p.abort(given_up, pool.now)
+    pool.run(p, request([0], {**handle, "remote_num_tokens": 0}, max_tokens=1))
+    pool.fetch(p, given_up)
+    assert (d.counters.handles_released, d.counters.handles_used_late, d.counters.handles_used_twice) == (1, 1, 0)
+    assert (p.counters.wrong_kv_turns, p.counters.poisoned_blocks_cached) == (0, 0)
+
+
 def test_an_aborted_turn_gives_no_handle(pool: Pool, d: Engine) -> None:
     asked = request(PROMPT, DECODE_ALONE)
     d.submit(asked)

@@ -450,20 +450,22 @@ class Engine:
             request.handle["remote_prefill_cached_tokens"] = request.trusted
 
     def _take_notice(self, request_id: str, *, read: bool) -> None:
+        why = "read" if read else "released"
         if request_id in self.leased:
-            self._free_retained(self.leased, request_id, "used")
+            self._free_retained(self.leased, request_id, why)
         elif request_id in self.retained:
             self.counters.handles_read += read
             self.counters.handles_released += not read
-            self._free_retained(self.retained, request_id, "used")
+            self._free_retained(self.retained, request_id, why)
         elif request_id in self.untracked:
             self.counters.handles_read += read
             self.counters.handles_released += not read
-        elif self._used.get(request_id) == "used":
-            # Nor does a release of what was read already.
+        elif self._used.get(request_id) == "read":
+            # A release of what was read already reads nothing; vLLM only counts it.
             self.counters.handles_used_twice += read
         else:
-            # A late release reads nothing; vLLM only counts it.
+            # After a release or the expiry only a request that was given up may still read, more slowly than anybody
+            # waits for it. Were it alive, it would hold wrong KV, and that is counted.
             self.counters.handles_used_late += read
 
     def _free_retained(self, kept: OrderedDict[str, Retained], request_id: str, why: str) -> None:
