@@ -12,6 +12,7 @@ import json
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -108,7 +109,7 @@ def test_a_gpu_worker_becomes_the_right_vllm(
 
 
 class Stack:
-    """The services of profile ``sim`` as processes. Use as a context manager."""
+    """The services of profile ``sim`` as processes; ``extproc`` twice. Use as a context manager."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -140,13 +141,17 @@ class Stack:
         return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.directory.glob("*.log")))
 
     def _start(self) -> None:
+        redis = shutil.which("redis-server") or shutil.which("valkey-server")
+        assert redis is not None, "redis-server is missing: on Debian, apt-get install redis-server"
         kvloop = [sys.executable, "-m", "extproc.cli"]
         (envoy,) = self.addresses["envoy"]
         self.addresses["render"] = [envoy]  # whose addresses it writes down
         for name in self.services:
             for number, address in enumerate(self.addresses[name]):
                 words = [local for word in command(name) for local in self._local(word, address)]
-                if name == "render":
+                if name == "redis":
+                    self._run(name, [redis, *words[1:], "--bind", address])
+                elif name == "render":
                     admin = {
                         "KVLOOP_ENVOY_ADMIN_LISTEN": f"{envoy}:9901"
                     }  # loopback's is taken by whoever tests beside us
@@ -213,13 +218,13 @@ def until_served(stack: Stack) -> None:
 
 
 @pytest.mark.gateway
-def test_the_simulated_stack_serves_and_reuses(tmp_path: Path) -> None:
+def test_the_simulated_stack_serves_and_its_replicas_share_conversations(tmp_path: Path) -> None:
     with Stack(tmp_path) as stack:
         until_served(stack)
         (address,) = stack.addresses["envoy"]
         messages: list[dict[str, str]] = []
         receipts = []
-        for turn in range(5):
+        for turn in range(5):  # in turns over both replicas
             messages.append({"role": "user", "content": f"turn {turn} " + "word " * 100})
             status, receipt, text = ask(address, messages, "compose")
             assert status == http.client.OK, stack.logs()

@@ -17,7 +17,7 @@ from extproc import cli
 from extproc.settings import EnvoySettings, GatewaySettings
 from workers.launch import kv_transfer_config
 
-SECRETS = {"kvloop-worker-secret": {"secret"}, "hugging-face": {"token"}}
+SECRETS = {"kvloop-worker-secret": {"secret"}, "hugging-face": {"token"}, "kvloop-store": {"password"}}
 """Made by hand, as deploy/README.md says; everything else the manifests refer to is among them."""
 
 NEEDED_BASE = {"envoy-gateway-patches": "envoy-gateway"}
