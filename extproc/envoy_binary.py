@@ -75,10 +75,14 @@ def _complaint(output: str) -> str:
 
 
 def read_upstream_health(clusters: str) -> dict[int, bool]:
-    """Return, by port, whether Envoy holds an upstream for healthy, given its ``/clusters?format=json``."""
-    return {
-        # A host in good health has its EDS status alone; every failed check adds a member.
-        host["address"]["socket_address"]["port_value"]: set(host["health_status"]) <= {"eds_health_status"}
-        for cluster in json.loads(clusters)["cluster_statuses"]
-        for host in cluster.get("host_statuses", [])
-    }
+    """Return, by port, whether Envoy holds an upstream for healthy, given its ``/clusters?format=json``.
+
+    A P is in two clusters, each with checks of its own: it is healthy once both say so.
+    """
+    health: dict[int, bool] = {}
+    for cluster in json.loads(clusters)["cluster_statuses"]:
+        for host in cluster.get("host_statuses", []):
+            port = host["address"]["socket_address"]["port_value"]
+            # A host in good health has its EDS status alone; every failed check adds a member.
+            health[port] = health.get(port, True) and set(host["health_status"]) <= {"eds_health_status"}
+    return health

@@ -166,3 +166,27 @@ def test_an_early_return_that_fails_costs_a_cold_turn_and_nothing_else(start_gat
     answer = chat.say("Go on.")
     assert answer.status == 200
     assert answer.text == gateway.right_text(chat.messages[:-1])
+
+
+# --- affinity --------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_s_prefills_go_to_its_own_p_and_elsewhere_while_that_is_down(start_gateway) -> None:
+    gateway = start_gateway(prefill=[worker("prefill")] * 3)
+    chat = gateway.new_chat(max_tokens=8)
+    for _ in range(4):
+        assert chat.say(DOCUMENT).status == 200
+    (home,) = [each for each in gateway.fleet.prefill if any(got.leg == "prefill" for got in each.received)]
+    gateway.crash_worker(home)
+    healthy = "cluster.prefill_by_conversation.membership_healthy"
+    gateway.until(lambda: gateway.envoy_stats(healthy)[healthy] == 2, "Envoy has missed the crashed P")
+    answer = chat.say("And then?")
+    assert (answer.status, answer.outcome) == (200, "reused")
+    gateway.start_worker(home)
+
+
+def test_different_conversations_have_different_ps(start_gateway) -> None:
+    gateway = start_gateway(prefill=[worker("prefill")] * 3)
+    for _ in range(24):
+        assert gateway.new_chat(max_tokens=4).say("Hello.").status == 200
+    assert len([each for each in gateway.fleet.prefill if any(got.leg == "prefill" for got in each.received)]) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError
@@ -511,3 +512,16 @@ def test_without_concurrency_envoy_decides(fake_envoy: Path) -> None:
     assert (
         " ".join(envoy_command(Path("e.yaml"))) == f"{fake_envoy} -c e.yaml --disable-hot-restart --log-level warning"
     )
+
+
+def test_an_upstream_of_two_clusters_is_healthy_once_both_say_so() -> None:
+    def host(port: int, **more: Any) -> dict[str, Any]:
+        status = {"eds_health_status": "HEALTHY", **more}
+        return {"address": {"socket_address": {"port_value": port}}, "health_status": status}
+
+    statuses = [
+        {"host_statuses": [host(1), host(2)]},
+        {"host_statuses": [host(1, failed_active_health_check=True)]},
+        {},
+    ]
+    assert envoy_binary.read_upstream_health(json.dumps({"cluster_statuses": statuses})) == {1: False, 2: True}

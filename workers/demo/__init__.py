@@ -43,9 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--return",
         dest="return_mode",
-        choices=("lazy",),
+        choices=("lazy", "eager"),
         default="lazy",
-        help="when P reads D's KV back: lazy, at the next turn (default, and all there is today)",
+        help="when P reads D's KV back: lazy, at the next turn (default); eager, right after the turn, for which the"
+        " prefill worker runs with prefix caching, and which is compared with lazy",
     )
     parser.add_argument(
         "--turns",
@@ -86,6 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the demo. Exit status 0: it worked; 1: it did not; 2: something is missing here; 130: interrupted."""
+    if args.return_mode == "eager" and args.orchestrator:
+        print("kvloop demo: --return eager is kvloop's own: another orchestrator chooses P itself", file=sys.stderr)  # noqa: T201
+        return 2
     from workers.demo import preflight  # noqa: PLC0415 - see above
 
     model_directory = cache_directory() / MODEL_NAME

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from workers.demo.conversation import document
 from workers.demo.play import CONVERSATION_FIELD, Turn, play
 from workers.demo.screen import Screen
 from workers.intercepted import ORCHESTRATORS, Intercepted
-from workers.stack import Stack, StackOptions
+from workers.stack import KV_CACHE_USAGE, Stack, StackOptions
 from workers.supervision import StackError
 
 if TYPE_CHECKING:
@@ -34,10 +35,13 @@ ANSWER_TOKENS: Final = 64
 """At most, per turn: enough to see that the texts are the same, and soon over."""
 
 EXACT: Final = ("--dtype", "float32", "--block-size", "128")
-"""Long blocks make few and large reads, which NIXL likes; nothing is cut in this chat, so their length costs nothing.
+"""Long blocks make few and large reads, which NIXL likes; nothing is cut in this chat, so their length costs nothing but after
+an early return: P's own cache holds whole blocks only, and what it finds there lacks up to a block's tokens.
 
 In bfloat16 rounding alone moves log-probabilities by several hundredths, enough to turn a near tie, and then a
 difference would prove nothing. In float32 equal texts mean equal KV."""
+
+RETURN_PATIENCE_SECONDS: Final = 10.0
 
 QUESTION_TOKENS: Final = 64
 """Generously, what a question and the chat template around it take."""
@@ -65,7 +69,7 @@ def run(args: argparse.Namespace, model_directory: Path) -> int:
                 model=model,
                 run_directory=logs,
                 served_model_name=model.name,
-                prefill={"prefix_caching": args.prefill_cache == "on", "extra": EXACT},
+                prefill={"prefix_caching": _caches(args), "extra": EXACT},
                 decode={"extra": EXACT},
             )
             code = _run_stack(args, options, screen)
@@ -118,25 +122,54 @@ def _play_both(
     screen.say(f"{args.turns} turns about a document of {document_tokens:,} tokens, temperature 0, reuse off:")
     front.restart_extproc({"KVLOOP_REUSE": "false"})
     off = _play_one(stack, front, screen, "off", turns=args.turns, pasted=pasted)
-    screen.say("The same chat with reuse on:")
-    front.restart_extproc()
+    screen.say(f"The same chat with reuse on, {args.return_mode}:")
+    front.restart_extproc({"KVLOOP_RETURN_MODE": args.return_mode})
     before = _tokens_read(stack)
-    on = _play_one(stack, front, screen, "on", turns=args.turns, pasted=pasted)
+    on = _play_one(stack, front, screen, "on", turns=args.turns, pasted=pasted, waits=args.return_mode == "eager")
     rows = report.rows(off, on)
     run_facts = {
         "model": stack.options.served_model_name,
-        "prefill_cache": args.prefill_cache,
+        "prefill_cache": "on" if _caches(args) else "off",
         "through": "Envoy" if front is stack else args.orchestrator,
         "return": args.return_mode,
         "document_tokens": document_tokens,
         "answer_tokens_limit": ANSWER_TOKENS,
         "tokens_read_by_prefill_worker": _tokens_read(stack) - before,
     }
+    if args.return_mode == "eager":
+        screen.say("And once more, lazy:")
+        front.restart_extproc()
+        lazy = _play_one(stack, front, screen, "lazy", turns=args.turns, pasted=pasted)
+        run_facts["ttft_later_turns_ms"] = {"eager": _later_ttft_ms(on), "lazy": _later_ttft_ms(lazy)}
     return report.Result(rows, report.judge(rows), run_facts, about)
 
 
+def _caches(args: argparse.Namespace) -> bool:
+    """Whether P caches prefixes. What is read back early is looked for there."""
+    return bool(args.prefill_cache == "on" or args.return_mode == "eager")
+
+
+def _later_ttft_ms(turns: list[Turn]) -> float | None:
+    later = [turn.ttft_seconds for turn in turns[1:]]
+    return round(1000 * statistics.fmean(later), 1) if later else None
+
+
+def _let_return(stack: Stack) -> None:
+    """Wait, as a reader would, until D has nothing left to keep."""
+    deadline = time.monotonic() + RETURN_PATIENCE_SECONDS
+    while stack.metrics("decode").get(KV_CACHE_USAGE, 0) > 0 and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def _play_one(
-    stack: Stack, front: Stack | Intercepted, screen: Screen, label: str, *, turns: int, pasted: str
+    stack: Stack,
+    front: Stack | Intercepted,
+    screen: Screen,
+    label: str,
+    *,
+    turns: int,
+    pasted: str,
+    waits: bool = False,
 ) -> list[Turn]:
     conversation = play(
         front.base_url,
@@ -151,6 +184,8 @@ def _play_one(
         screen.waiting(f"reuse {label}, turn {number} of {turns}")
         played.append(next(conversation))
         screen.played(label, number, played[-1])
+        if waits:
+            _let_return(stack)
         stack.check()
         front.check()
     return played
@@ -190,6 +225,13 @@ def _show(result: report.Result, screen: Screen) -> None:
     screen.say(f"\n{WARM_EXPLANATION if result.run['prefill_cache'] == 'on' else COLD_EXPLANATION}")
     read = result.run["tokens_read_by_prefill_worker"]
     screen.say(f"By the prefill worker's own counter it read {read:,} tokens back from the decode worker.")
+    times = result.run.get("ttft_later_turns_ms")
+    if times and None not in times.values():
+        saved = 1 - times["eager"] / times["lazy"]
+        screen.say(
+            f"From the second turn on, to the first token: eager {times['eager']:,.0f} ms, lazy {times['lazy']:,.0f} ms:"
+            f" eager is {abs(saved):.0%} {'faster' if saved > 0 else 'SLOWER'}."
+        )
     changes = [row.largest_logprob_change for row in result.rows if row.largest_logprob_change is not None]
     if changes:
         screen.say(f"Largest change of a chosen token's log-probability between the runs: {max(changes):.1e}.")
