@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from workers import demo
-from workers.demo import preflight
+from workers.demo import main, preflight
 
 MIB = 1024 * 1024
 
@@ -136,7 +136,7 @@ def test_the_defaults_are_four_turns_about_3000_tokens_without_prefill_cache() -
 
 
 @pytest.mark.parametrize(
-    "words", [("--turns", "0"), ("--turns", "9"), ("--turns", "x"), ("--document-tokens", "-5"), ("--return", "eager")]
+    "words", [("--turns", "0"), ("--turns", "9"), ("--turns", "x"), ("--document-tokens", "-5"), ("--return", "soon")]
 )
 def test_what_makes_no_sense_is_refused(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -160,3 +160,8 @@ def test_the_model_is_cached_where_the_environment_says(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert demo.cache_directory() == Path(directory)
+
+
+def test_an_early_return_is_not_shown_behind_somebody_else_s_orchestrator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("--return", "eager", "--topology", "intercept")) == 2
+    assert "chooses P itself" in capsys.readouterr().err

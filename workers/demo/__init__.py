@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the demo. Exit status 0: it worked; 1: it did not; 2: something is missing here; 130: interrupted."""
-    if args.return_mode == "eager" and args.orchestrator:
+    if args.return_mode == "eager" and args.topology == "intercept":
         print("kvloop demo: --return eager is kvloop's own: another orchestrator chooses P itself", file=sys.stderr)  # noqa: T201
         return 2
     from workers.demo import preflight  # noqa: PLC0415 - see above
