@@ -82,10 +82,18 @@ async def gather(settings: GatewaySettings, admin_url: str, gateway_url: str, *,
         )
 
 
-async def _json(session: aiohttp.ClientSession, url: str) -> Any:
+def _own_headers(settings: GatewaySettings) -> dict[str, str]:
+    """Return what the gateway's own requests to workers carry."""
+    headers = {} if settings.worker_secret is None else {names.SECRET: settings.worker_secret.get_secret_value()}
+    if settings.worker_api_key is not None:
+        headers["authorization"] = f"Bearer {settings.worker_api_key.get_secret_value()}"
+    return headers
+
+
+async def _json(session: aiohttp.ClientSession, url: str, headers: dict[str, str] | None = None) -> Any:
     """Return a GET's JSON, None if there is none."""
     try:
-        async with session.get(url) as response:
+        async with session.get(url, headers=headers) as response:
             return await response.json(content_type=None) if response.ok else None
     except _AWAY:
         return None
@@ -134,12 +142,13 @@ async def _ask_worker(
     session: aiohttp.ClientSession, settings: GatewaySettings, role: str, address: str
 ) -> tuple[Worker, str | None]:
     """Return a worker's facts and its model's name."""
-    url = f"http://{address}"
-    version, models, metrics, info = await asyncio.gather(
+    url, headers = f"http://{address}", _own_headers(settings)
+    version, models, metrics, told, info = await asyncio.gather(
         _json(session, f"{url}/version"),
-        _json(session, f"{url}/v1/models"),
+        _json(session, f"{url}/v1/models", headers),
         _text(session, f"{url}/metrics"),
-        _json(session, f"{url}/server_info?config_format=json"),
+        _json(session, f"{url}/kvloop/kv-config", headers),
+        _json(session, f"{url}/server_info?config_format=json", headers),
     )
     if not isinstance(version, dict):
         return Worker(role, address), None
@@ -152,18 +161,17 @@ async def _ask_worker(
         version=str(version.get("version")),
         block_size_tokens=None if load is None else load.block_size_tokens,
         render_status=await _render_status(session, settings, url, model) if role == "prefill" else 0,
-        kv_config=_find(info, "kv_transfer_config"),
+        kv_config=told if isinstance(told, dict) and told else _find(info, "kv_transfer_config"),
     )
     return worker, model
 
 
 async def _render_status(session: aiohttp.ClientSession, settings: GatewaySettings, url: str, model: str | None) -> int:
     body = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
-    headers = {} if settings.worker_secret is None else {names.SECRET: settings.worker_secret.get_secret_value()}
-    if settings.worker_api_key is not None:
-        headers["authorization"] = f"Bearer {settings.worker_api_key.get_secret_value()}"
     try:
-        async with session.post(f"{url}/v1/chat/completions/render", json=body, headers=headers) as response:
+        async with session.post(
+            f"{url}/v1/chat/completions/render", json=body, headers=_own_headers(settings)
+        ) as response:
             return response.status
     except _AWAY:
         return 0

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 STREAMS_HANDLES: Final = (0, 33)
 """The first vLLM that puts handles into streams by itself."""
 
+VLLM_TTL_SECONDS: Final = 480
 TESTED_ENVOY: Final = (1, 40)
 _EXT_PROC: Final = "envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor"
 _PER_ROUTE: Final = "envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
@@ -50,7 +51,7 @@ class Envoy:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker's answers. ``render_status`` is HTTP's, 0 for none; ``kv_config`` is only shown in vLLM's developer mode."""
+    """A worker's answers. ``render_status`` is HTTP's, 0 for none; ``kv_config`` only the guard or vLLM's developer mode shows."""
 
     role: str
     address: str
@@ -271,7 +272,7 @@ def _kv_config(part: str, worker: Worker, facts: Facts) -> Iterator[Finding]:
             Status.UNSEEN,
             part,
             "bidirectional_kv_xfer, failure policy and TTL cannot be seen from here",
-            "`kvloop worker` sets them; vLLM shows them with VLLM_SERVER_DEV_MODE=1; --probe shows whether they work",
+            "kvloop's guard on the worker tells them (KVLOOP_WORKER_SECRET), or vLLM with VLLM_SERVER_DEV_MODE=1",
         )
         return
     extra = config.get("kv_connector_extra_config") or {}
@@ -279,7 +280,9 @@ def _kv_config(part: str, worker: Worker, facts: Facts) -> Iterator[Finding]:
         yield Finding(Status.FAULT, part, "runs without bidirectional_kv_xfer", "set it in kv_connector_extra_config")
     if config.get("kv_load_failure_policy") != "recompute":
         yield Finding(Status.WARNING, part, "a failed read fails the turn", "set kv_load_failure_policy: recompute")
-    ttl = extra.get("decoder_kv_blocks_ttl", 480)
+    ttl = extra.get("decoder_kv_blocks_ttl", VLLM_TTL_SECONDS)
+    if extra.get("bidirectional_kv_xfer"):
+        yield Finding(Status.OK, part, f"runs with bidirectional_kv_xfer, keeps KV for {ttl:g} s")
     if worker.role == "decode" and ttl < facts.handle_ttl_seconds:
         yield Finding(
             Status.FAULT,

@@ -34,6 +34,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 PATH: Final = "workers.guard.SecretGuard"
 """What to give to vLLM's ``--middleware``."""
 
+KV_CONFIG_PATH: Final = "/kvloop/kv-config"
+"""Where whoever knows the secret is told how this worker transfers KV."""
+
 SECRET_VARIABLE: Final = "KVLOOP_WORKER_SECRET"  # noqa: S105 (a variable's name)
 MAX_BYTES_VARIABLE: Final = "KVLOOP_GUARD_MAX_BYTES"
 DEFAULT_MAX_BYTES: Final = 64 * 1024 * 1024
@@ -96,6 +99,9 @@ class SecretGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
         if scope["type"] != "http" or not self._secret or self._knows_secret(scope["headers"]):
+            if scope["type"] == "http" and scope["path"] == KV_CONFIG_PATH and self._secret:
+                await _answer(send, 200, kv_config(scope))
+                return
             await self._app(scope, receive, send)
             return
         held, body = await self._read(receive)
@@ -128,6 +134,14 @@ class SecretGuard:
         return held, b"".join(message.get("body", b"") for message in held)
 
 
+def kv_config(scope: Scope) -> dict[str, Any]:
+    """Return what this vLLM's connector was really configured with, as far as ``kvloop doctor`` asks; empty if unknown."""
+    config = getattr(getattr(getattr(scope.get("app"), "state", None), "vllm_config", None), "kv_transfer_config", None)
+    if config is None:
+        return {}
+    return {name: getattr(config, name, None) for name in ("kv_load_failure_policy", "kv_connector_extra_config")}
+
+
 class _Pairs(list[tuple[str, Any]]):
     """A JSON object with its duplicate keys."""
 
@@ -158,13 +172,18 @@ def _replay(held: list[Message], receive: Receive) -> Receive:
 
 async def _refuse(send: Send, status: int, reason: str) -> None:
     kind = "PermissionDeniedError" if status == 403 else "RequestEntityTooLargeError"  # noqa: PLR2004
-    error = {"message": reason, "type": kind, "param": None, "code": status}
-    body = json.dumps({"error": error}).encode()
+    # The rest of an oversized body may still be on its way.
+    await _answer(
+        send, status, {"error": {"message": reason, "type": kind, "param": None, "code": status}}, closes=True
+    )
+
+
+async def _answer(send: Send, status: int, content: Any, *, closes: bool = False) -> None:
+    body = json.dumps(content).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        # The rest of an oversized body may still be on its way.
-        (b"connection", b"close"),
+        *([(b"connection", b"close")] if closes else []),
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

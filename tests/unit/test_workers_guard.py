@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.guard import SecretGuard, carries_transfer_params
+from workers.guard import SecretGuard, carries_transfer_params, kv_config
 
 SECRET = "open sesame"
 
@@ -225,3 +226,42 @@ def test_a_websocket_is_passed_on_untouched() -> None:
     messages = [{"type": "http.disconnect"}]
     play(SecretGuard(app, SECRET), messages, type="websocket")
     assert app.seen == messages
+
+
+def ask_kv_config(*, secret: str, guarded_by: str = SECRET) -> list[dict[str, Any]]:
+    """Ask a guarded vLLM how it transfers KV; returns what the guard sends, or marks that the application was asked."""
+    sent: list[dict[str, Any]] = []
+    config = SimpleNamespace(
+        kv_load_failure_policy="recompute", kv_connector_extra_config={"a": 1}, engine_id="private"
+    )
+    app = SimpleNamespace(state=SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=config)))
+    headers = [(b"x-kvloop-secret", secret.encode())]
+    scope = {"type": "http", "path": "/kvloop/kv-config", "headers": headers, "app": app}
+
+    async def application(*_: Any) -> None:
+        sent.append({"type": "application"})
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(SecretGuard(application, secret=guarded_by)(scope, receive, send))
+    return sent
+
+
+def test_whoever_knows_the_secret_is_told_how_kv_is_transferred() -> None:
+    start, body = ask_kv_config(secret=SECRET)
+    assert start["status"] == 200
+    assert json.loads(body["body"]) == {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"a": 1}}
+
+
+@pytest.mark.parametrize(("secret", "guarded_by"), [("wrong", SECRET), ("", "")])
+def test_nobody_else_is(secret: str, guarded_by: str) -> None:
+    assert ask_kv_config(secret=secret, guarded_by=guarded_by) == [{"type": "application"}]
+
+
+def test_a_worker_without_a_connector_has_nothing_to_tell() -> None:
+    assert kv_config({"app": SimpleNamespace(state=SimpleNamespace(vllm_config=None))}) == {}
+    assert kv_config({}) == {}
