@@ -145,7 +145,7 @@ class CapturingExchange(HttpExchange):
         key = self._key_of(handle)
         unwanted = "no_conversation" if key is None else self._unwanted(request, handle)
         if unwanted is None:
-            unwanted = "no_sequence" if sequence is None else self._doubt(sequence, learned)
+            unwanted = "no_sequence" if sequence is None else self._doubt(publication, sequence, learned)
         if key is None or sequence is None or unwanted is not None:
             self.receipt.captured = "released"
             yield Release(handle, request.model, str(unwanted))
@@ -185,7 +185,12 @@ class CapturingExchange(HttpExchange):
         ruled_out = self._reuse_ruled_out(request)
         return None if ruled_out is None else str(ruled_out)
 
-    def _doubt(self, sequence: proof.Sequence, learned: Learned) -> str | None:  # noqa: ARG002 - roles may look at them
+    def _doubt(
+        self,
+        publication: handles.Publication,  # noqa: ARG002 - roles may look at them
+        sequence: proof.Sequence,  # noqa: ARG002
+        learned: Learned,  # noqa: ARG002
+    ) -> str | None:
         """Name why D's word on its tokens is not to be taken, None if it is."""
         return None
 

@@ -24,6 +24,7 @@ DIGEST_KEY: Final = "kvloop_digest"
 PROMPT_IDS_KEY: Final = "prompt_token_ids"
 _CACHED_TOKENS_KEY: Final = "remote_prefill_cached_tokens"
 _BLOCK_SIZE_KEY: Final = "block_size"
+_PROMPT_KEY: Final = "prompt"
 _RELEASED_TOKENS: Final = 0
 
 COLD_PREFILL: Final = b'{"do_remote_decode":true,"do_remote_prefill":false}'
@@ -81,6 +82,7 @@ class Publication:
     handle: Handle
     sequence: proof.Sequence | None
     block_size_tokens: int | None
+    prompt_end: proof.PromptEnd | None = None
 
 
 def read_publication(raw: bytes) -> Publication:
@@ -96,7 +98,8 @@ def read_publication(raw: bytes) -> Publication:
     block_size = digest.get(_BLOCK_SIZE_KEY) if isinstance(digest, dict) else None
     if type(block_size) is not int or block_size < 1:
         block_size = None
-    return Publication(handle, sequence, block_size)
+    end = proof.prompt_end_from_json(digest.get(_PROMPT_KEY)) if isinstance(digest, dict) else None
+    return Publication(handle, sequence, block_size, end)
 
 
 def _checked(raw: bytes, params: dict[str, Any]) -> Handle:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from extproc import proof
-    from extproc.handle import Handle
+    from extproc.handle import Handle, Publication
     from extproc.identity import ConversationKey
     from extproc.request import ApiRequest
     from extproc.turn import Learned
@@ -100,10 +100,11 @@ class DecodeExchange(CapturingExchange):
     def _reuse_ruled_out(self, request: ApiRequest) -> Reason | None:
         return super()._reuse_ruled_out(request) or legs.plan_decode_alone(request)
 
-    def _doubt(self, sequence: proof.Sequence, learned: Learned) -> str | None:
+    def _doubt(self, publication: Publication, sequence: proof.Sequence, learned: Learned) -> str | None:
         if not self._reads_prefilled_kv:
             return None
         if self._mark is None:
             # D's KV began as that of a P whose tokens nobody told us.
             return "prompt_unmarked"
-        return None if self._mark.agrees(sequence, learned.prompt_ids) else "prompt_ids_differ"
+        is_the_same = self._mark.agrees(sequence, learned.prompt_ids, publication.prompt_end)
+        return None if is_the_same else "prompt_ids_differ"

@@ -35,21 +35,21 @@ class PromptMark:
     host: str
     receipt: str
 
-    def agrees(self, held: proof.Sequence, prompt_ids: Sequence[int] | None) -> bool:
-        """Tell whether D's tokens begin with the marked prompt: its prompt if D told it, else what its digests show.
+    def agrees(
+        self, held: proof.Sequence, prompt_ids: Sequence[int] | None, end: proof.PromptEnd | None = None
+    ) -> bool:
+        """Tell whether D's prompt is the marked one: by its ids if D told them, else by its digests and its end.
 
-        Digests cover whole chunks, so the prompt's last few tokens then stand for themselves unless nothing follows.
+        Digests cover whole chunks, of which the last may hold the prompt's end and generated tokens alike. Without the
+        end nothing is known of those few tokens, and that is not enough.
         """
         if prompt_ids is not None:
-            held = proof.fingerprint(prompt_ids)
-            if held.length != self.tokens:
-                return False
+            held, end = proof.fingerprint(prompt_ids), proof.prompt_end(prompt_ids)
         covered = self.tokens // proof.CHUNK_TOKENS * proof.DIGEST_BYTES
-        ends_here = held.length == self.tokens
         return (
-            held.length >= self.tokens
+            end == proof.PromptEnd(self.tokens, self.tail)
+            and held.length >= self.tokens
             and held.digests[:covered][-proof.DIGEST_BYTES :] == self.chunks
-            and (not ends_here or held.tail == self.tail)
         )
 
 

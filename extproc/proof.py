@@ -44,6 +44,14 @@ class Sequence:
     tail: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PromptEnd:
+    """Where a sequence's prompt ends, which its digests do not show: ``tokens`` long, ``tail`` the ids after its chunks."""
+
+    tokens: int
+    tail: tuple[int, ...]
+
+
 def fingerprint(token_ids: Ids[int]) -> Sequence:
     """Digest ``token_ids`` (each 0 <= id < 2**32); raises ``OverflowError`` or ``TypeError`` on anything else."""
     whole = len(token_ids) // CHUNK_TOKENS * CHUNK_TOKENS
@@ -104,6 +112,31 @@ def from_json(value: object) -> Sequence | None:
     if length < 0 or len(digests) != whole * DIGEST_BYTES or len(tail) != rest:
         return None
     return Sequence(length=length, digests=digests, tail=tuple(tail))
+
+
+def prompt_end(prompt_ids: Ids[int]) -> PromptEnd:
+    """Return the end of a prompt, for ``PromptEnd``'s reader to compare."""
+    whole = len(prompt_ids) // CHUNK_TOKENS * CHUNK_TOKENS
+    return PromptEnd(len(prompt_ids), tuple(prompt_ids[whole:]))
+
+
+def prompt_end_to_json(end: PromptEnd) -> dict[str, Any]:
+    """Spell a prompt's end as the value of ``prompt`` in ``kvloop_digest``."""
+    return {"tokens": end.tokens, "tail": list(end.tail)}
+
+
+def prompt_end_from_json(value: object) -> PromptEnd | None:
+    """Read what ``prompt_end_to_json`` wrote; ``None`` for anything inconsistent."""
+    match value:
+        case {"tokens": int(tokens), "tail": list(tail)}:
+            pass
+        case _:
+            return None
+    if any(type(number) is not int for number in (tokens, *tail)):
+        return None
+    if tokens < 0 or len(tail) != tokens % CHUNK_TOKENS or any(not 0 <= token < TOKEN_ID_LIMIT for token in tail):
+        return None
+    return PromptEnd(tokens, tuple(tail))
 
 
 def _chained_digests(token_ids: Ids[int]) -> Iterator[bytes]:

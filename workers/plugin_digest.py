@@ -11,7 +11,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
-from extproc.proof import fingerprint, to_json
+from extproc.proof import fingerprint, prompt_end, prompt_end_to_json, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def wrapped(finished: Finished) -> Finished:
         keep, handle = finished(scheduler, request)
         try:
             if handle and tokens_identify(request):
-                add_digest(handle, request.all_token_ids, block_size_tokens(scheduler))
+                add_digest(handle, request.all_token_ids, block_size_tokens(scheduler), request.num_prompt_tokens)
         except (AttributeError, TypeError, OverflowError) as error:
             _warn_once(type(error).__name__, str(error))
         return keep, handle
@@ -50,16 +50,19 @@ def wrapped(finished: Finished) -> Finished:
     return with_digest
 
 
-def add_digest(handle: dict[str, Any], all_token_ids: Sequence[int], block_size: int | None) -> None:
+def add_digest(
+    handle: dict[str, Any], all_token_ids: Sequence[int], block_size: int | None, prompt_tokens: int
+) -> None:
     """Add the digest of the first ``remote_num_tokens`` tokens to a D's handle; leave a P's alone.
 
-    Shape: ``extproc.proof.to_json`` plus ``block_size``, D's KV block size in tokens (left out where one handle block
-    does not simply hold that many consecutive tokens). With speculative decoding or pipeline parallelism
+    Shape: ``extproc.proof.to_json`` plus ``prompt``, where the prompt ends (``prompt_end_to_json``), and ``block_size``,
+    D's KV block size in tokens (left out where one handle block does not simply hold that many consecutive tokens). With speculative decoding or pipeline parallelism
     ``remote_num_tokens`` may count tokens still in flight: the digest covers those that are certain.
     """
     if handle.get("do_remote_decode") is not True or not handle.get("remote_num_tokens"):
         return
     digest = to_json(fingerprint(all_token_ids[: handle["remote_num_tokens"]]))
+    digest["prompt"] = prompt_end_to_json(prompt_end(all_token_ids[:prompt_tokens]))
     handle[KEY] = digest if block_size is None else {**digest, "block_size": block_size}
 
 

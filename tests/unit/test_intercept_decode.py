@@ -29,7 +29,7 @@ MARKED = put_mark(FROM_P, PROMPT, "outcome=reused, reused=64")
 
 def final(**changes: Any) -> dict[str, Any]:
     """D's last chunk, with a handle that carries its own digest."""
-    params = handle_params(len(HELD), digest_of=HELD) | changes
+    params = handle_params(len(HELD), digest_of=HELD, prompt=PROMPT) | changes
     return {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "kv_transfer_params": params}
 
 
@@ -121,10 +121,11 @@ def test_a_handle_without_a_request_id_belongs_to_nobody(world: World) -> None:
         (body(MARKED), []),
         (body(FROM_P), ["prompt_unmarked"]),
         (body(put_mark(FROM_P, [9, *PROMPT[1:]], "")), ["prompt_ids_differ"]),
+        (body(put_mark(FROM_P, [*PROMPT[:99], 9], "")), ["prompt_ids_differ"]),
         (body(DECODE_ALONE), []),
         (body(MARKED, n=2), ["several_sequences"]),
     ],
-    ids=["marked", "unmarked", "other tokens", "prefilled by d itself", "several sequences"],
+    ids=["marked", "unmarked", "other tokens", "another last token", "prefilled by d itself", "several sequences"],
 )
 def test_a_handle_is_kept_only_if_p_is_known_to_have_prefilled_d_s_tokens(
     world: World, sent: bytes, fate: list[str]

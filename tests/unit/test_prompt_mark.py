@@ -38,8 +38,9 @@ def test_the_mark_comes_off_without_a_trace(prompt: list[int]) -> None:
 def test_the_mark_agrees_with_what_goes_on_from_the_prompt(prompt: list[int], generated: list[int]) -> None:
     _, mark = marked(prompt)
     held = proof.fingerprint(prompt + generated)
-    assert mark.agrees(held, None)
+    assert mark.agrees(held, None, proof.prompt_end(prompt))
     assert mark.agrees(held, prompt)
+    assert not mark.agrees(held, None)
 
 
 @given(ids, ids)
@@ -48,21 +49,20 @@ def test_told_d_s_prompt_the_mark_agrees_only_with_the_same(prompt: list[int], o
     assert mark.agrees(proof.fingerprint(other), other) is (prompt == other)
 
 
-@pytest.mark.parametrize("at", [0, 31, 32, 95])
-def test_a_digest_that_differs_in_a_whole_chunk_does_not_agree(at: int) -> None:
+@pytest.mark.parametrize("generated", [0, 2, 50])
+@pytest.mark.parametrize("at", [0, 31, 32, 95, 96, 99])
+def test_a_prompt_that_differs_in_one_token_does_not_agree_wherever_it_stands(at: int, generated: int) -> None:
     _, mark = marked(PROMPT)
-    assert not mark.agrees(proof.fingerprint([*PROMPT[:at], 9999, *PROMPT[at + 1 :], 7, 8]), None)
+    other = [*PROMPT[:at], 9999, *PROMPT[at + 1 :]]
+    held = proof.fingerprint(other + list(range(generated)))
+    assert not mark.agrees(held, None, proof.prompt_end(other))
 
 
-def test_a_digest_that_ends_with_the_prompt_is_compared_to_its_last_token() -> None:
+@pytest.mark.parametrize("tokens", [99, 101, 132])
+def test_a_prompt_of_another_length_does_not_agree(tokens: int) -> None:
     _, mark = marked(PROMPT)
-    assert mark.agrees(proof.fingerprint(PROMPT), None)
-    assert not mark.agrees(proof.fingerprint([*PROMPT[:99], 9999]), None)
-
-
-def test_fewer_tokens_than_the_prompt_has_do_not_agree() -> None:
-    _, mark = marked(PROMPT)
-    assert not mark.agrees(proof.fingerprint(PROMPT[:99]), None)
+    other = [*PROMPT, *PROMPT][:tokens]
+    assert not mark.agrees(proof.fingerprint([*other, 7]), None, proof.prompt_end(other))
 
 
 def test_p_s_host_is_put_back_where_the_orchestrator_overwrote_it() -> None:

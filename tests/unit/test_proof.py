@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import token_ids
 
-from extproc.proof import CHUNK_TOKENS, DIGEST_BYTES, common_prefix, fingerprint, from_json, to_json
+from extproc.proof import (
+    CHUNK_TOKENS,
+    DIGEST_BYTES,
+    common_prefix,
+    fingerprint,
+    from_json,
+    prompt_end,
+    prompt_end_from_json,
+    prompt_end_to_json,
+    to_json,
+)
 
 few_ids = st.integers(0, 2)
 """Few values, so that sequences agree for a while by accident."""
@@ -105,6 +115,25 @@ def test_a_sequence_survives_json(ids: list[int]) -> None:
     held = fingerprint(ids)
     assert from_json(json.loads(json.dumps(to_json(held)))) == held
     assert from_json(to_json(held) | {"block_size": 16}) == held
+
+
+@given(st.lists(token_ids, max_size=100))
+def test_a_prompt_s_end_survives_json_and_holds_what_no_digest_covers(ids: list[int]) -> None:
+    end = prompt_end(ids)
+    assert prompt_end_from_json(json.loads(json.dumps(prompt_end_to_json(end)))) == end
+    assert end.tail == fingerprint(ids).tail
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, [], {}, {"tokens": 1}, {"tail": []}, {"tokens": "1", "tail": [1]}, {"tokens": True, "tail": [1]}),
+        *({"tokens": 1, "tail": []}, {"tokens": 32, "tail": [1]}, {"tokens": -31, "tail": [1]}),
+        *({"tokens": 1, "tail": [-1]}, {"tokens": 1, "tail": [2**32]}, {"tokens": 1, "tail": [True]}),
+    ],
+)
+def test_an_inconsistent_prompt_end_is_none(value: Any) -> None:
+    assert prompt_end_from_json(value) is None
 
 
 GOOD = to_json(fingerprint(range(70)))

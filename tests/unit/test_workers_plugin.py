@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from extproc.proof import fingerprint, from_json
+from extproc.proof import fingerprint, from_json, prompt_end, prompt_end_from_json
 from workers import plugin, plugin_digest, plugin_nixl, plugin_repair, plugin_stream
 
 HANDLE = {"do_remote_prefill": False, "do_remote_decode": True, "remote_num_tokens": 70}
@@ -208,16 +208,17 @@ IDS = list(range(100, 200))
 
 def test_the_digest_covers_the_tokens_the_handle_covers() -> None:
     handle: dict[str, Any] = dict(HANDLE)
-    plugin_digest.add_digest(handle, IDS, 16)
+    plugin_digest.add_digest(handle, IDS, 16, 40)
     digest = handle.pop("kvloop_digest")
     assert digest.pop("block_size") == 16
+    assert prompt_end_from_json(digest.pop("prompt")) == prompt_end(IDS[:40])
     assert from_json(digest) == fingerprint(IDS[:70])
     assert handle == HANDLE
 
 
 def test_tokens_in_flight_are_not_vouched_for() -> None:
     handle = {**HANDLE, "remote_num_tokens": len(IDS) + 2}
-    plugin_digest.add_digest(handle, IDS, None)
+    plugin_digest.add_digest(handle, IDS, None, 40)
     assert handle["kvloop_digest"]["tokens"] == len(IDS)
     assert "block_size" not in handle["kvloop_digest"]
 
@@ -234,7 +235,7 @@ def test_tokens_in_flight_are_not_vouched_for() -> None:
 )
 def test_a_handle_that_is_not_a_decode_workers_stays_as_it_is(handle: dict[str, Any]) -> None:
     before = dict(handle)
-    plugin_digest.add_digest(handle, IDS, 16)
+    plugin_digest.add_digest(handle, IDS, 16, 40)
     assert handle == before
 
 
@@ -252,7 +253,9 @@ def test_the_block_size_is_named_only_where_it_is_one_number(shape: dict[str, in
 
 
 def request(**fields: Any) -> Any:
-    return SimpleNamespace(**{"prompt_embeds": None, "mm_features": [], "all_token_ids": IDS, **fields})
+    return SimpleNamespace(
+        **{"prompt_embeds": None, "mm_features": [], "all_token_ids": IDS, "num_prompt_tokens": 40, **fields}
+    )
 
 
 def finish(asked: Any, handle: dict[str, Any] | None) -> tuple[bool, dict[str, Any] | None]:

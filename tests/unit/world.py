@@ -53,7 +53,9 @@ ENGINE = "8b88bf27-8cc6-49d6-9401-46df614000ff"
 BLOCK_SIZE = 32
 
 
-def handle_params(tokens: int, *, digest_of: Sequence[int] | None = None, **changes: Any) -> dict[str, Any]:
+def handle_params(
+    tokens: int, *, digest_of: Sequence[int] | None = None, prompt: Sequence[int] | None = None, **changes: Any
+) -> dict[str, Any]:
     """Transfer parameters as D publishes them for ``tokens`` tokens, in blocks of 32."""
     params: dict[str, Any] = {
         "do_remote_prefill": False,
@@ -72,6 +74,8 @@ def handle_params(tokens: int, *, digest_of: Sequence[int] | None = None, **chan
     }
     if digest_of is not None:
         params["kvloop_digest"] = proof.to_json(proof.fingerprint(digest_of)) | {"block_size": BLOCK_SIZE}
+        if prompt is not None:
+            params["kvloop_digest"]["prompt"] = proof.prompt_end_to_json(proof.prompt_end(prompt))
     return params | changes
 
 

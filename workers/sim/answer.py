@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from extproc.proof import fingerprint, to_json
+from extproc.proof import fingerprint, prompt_end, prompt_end_to_json, to_json
 from workers.sim import text
 from workers.sim.api_request import parse_call
 from workers.sim.api_response import Output
@@ -139,5 +139,9 @@ def told_handle(request: Request, settings: WorkerSettings) -> dict[str, Any] | 
     if handle is None or not settings.digests_handles or request.is_prefill_leg:
         return handle
     tokens = [*request.prompt, *request.generated][: handle["remote_num_tokens"]]
-    digest = {**to_json(fingerprint(tokens)), "block_size": settings.engine.block_size}
+    digest = {
+        **to_json(fingerprint(tokens)),
+        "prompt": prompt_end_to_json(prompt_end(request.prompt)),
+        "block_size": settings.engine.block_size,
+    }
     return {**handle, "kvloop_digest": digest}
