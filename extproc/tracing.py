@@ -64,10 +64,21 @@ def start_tracing(environment: Mapping[str, str]) -> Tracing | None:
         raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol} is not one of {', '.join(_PROTOCOLS)}")
     try:
         return Tracing(_provider(exporter, protocol, environment))
-    except ImportError:
-        raise ConfigError(
-            f"{asked_by} asks for traces, but OpenTelemetry is not installed: pip install 'kvloop[otel]', or unset it"
-        ) from None
+    except ImportError as error:
+        raise ConfigError(f"{asked_by} asks for traces, but {_missing(error)}, or unset it") from None
+
+
+def _missing(error: ImportError) -> str:
+    """Say what is not there, and how to get it.
+
+    xds-protos brings an older copy of OpenTelemetry's messages, to the same place: whichever is installed last is there.
+    """
+    if (error.name or "").startswith("opentelemetry.proto"):
+        return (
+            "xds-protos' older copy of OpenTelemetry's messages is in the way:"
+            " pip install --force-reinstall --no-deps opentelemetry-proto"
+        )
+    return "OpenTelemetry is not installed: pip install 'kvloop[otel]'"
 
 
 def _provider(exporter: str, protocol: str, environment: Mapping[str, str]) -> TracerProvider:

@@ -9,7 +9,9 @@ COPY pyproject.toml README.md LICENSE ./
 COPY extproc extproc
 COPY workers workers
 COPY bench bench
-RUN /venv/bin/python -m pip install --no-cache-dir '.[redis,otel,top]'
+# xds-protos brings an older copy of OpenTelemetry's messages to the same place: the last one installed is there.
+RUN /venv/bin/python -m pip install --no-cache-dir '.[redis,otel,top]' \
+    && /venv/bin/python -m pip install --no-cache-dir --force-reinstall --no-deps 'opentelemetry-proto>=1.30'
 
 FROM ${PYTHON_IMAGE}
 # Runs with a read-only root file system: nothing here is written to.

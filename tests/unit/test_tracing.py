@@ -202,6 +202,15 @@ def test_a_turn_fails_by_the_servers_faults_only(traced, receipt, status, error,
     assert traced.spans()["chat m"].status.status_code is expected
 
 
+def test_an_older_copy_of_opentelemetry_s_messages_is_told_with_its_fix(monkeypatch) -> None:
+    def exporter(*_: str) -> None:
+        raise ImportError("cannot import name", name="opentelemetry.proto.common.v1.common_pb2")
+
+    monkeypatch.setattr("extproc.tracing._exporter", exporter)
+    with pytest.raises(ConfigError, match="pip install --force-reinstall --no-deps opentelemetry-proto, or unset it"):
+        start_tracing({"OTEL_TRACES_EXPORTER": "otlp"})
+
+
 def test_a_collector_that_never_answers_keeps_nobody_from_stopping(monkeypatch) -> None:
     monkeypatch.setattr("extproc.tracing._LAST_EXPORT_SECONDS", 0.01)
     traced, begun, answers = Traced(), threading.Event(), threading.Event()
