@@ -39,7 +39,7 @@ def panel_queries() -> list[tuple[str, str]]:
 
 def condition_as_value(promql: str) -> str:
     """Return an alert's condition so that it has a value whether it holds or not."""
-    changed, count = re.subn(r"([<>])\s*([0-9.]+)\s*$", r"\1 bool \2", promql.strip())
+    changed, count = re.subn(r"([<>]|==)\s*([0-9.]+)\s*$", r"\1 bool \2", promql.strip())
     assert count == 1, f"a condition ends in a comparison with a number: {promql}"
     return changed
 

@@ -130,7 +130,12 @@ def test_envoys_own_spans_and_ours_are_one_trace(start_gateway, collector) -> No
     turn = ["chat sim", "async envoy.service.ext_proc.v3.ExternalProcessor.Process egress", "ingress"]
     assert line(next(span for span in spans.values() if span.name == "decode")) == ["decode", *turn]
     for leg in ("render", "prefill"):
-        assert sender(gateway.received("prefill", leg=leg)) == ["router prefill egress", "ingress", leg, *turn]
+        assert sender(gateway.received("prefill", leg=leg)) == [
+            "router prefill_by_conversation egress",
+            "ingress",
+            leg,
+            *turn,
+        ]
     assert sender(gateway.received("decode", path="/v1/chat/completions")) == ["router decode egress", "ingress"]
 
 

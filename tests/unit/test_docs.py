@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,14 @@ def test_the_settings_page_is_current() -> None:
 def test_every_outcome_is_explained() -> None:
     page = (ROOT / "docs/life-of-a-request.md").read_text()
     assert [outcome for outcome in Outcome if f"`{outcome}`" not in page and outcome is not Outcome.PASSED] == []
+
+
+def test_no_file_holds_what_a_merge_left_behind() -> None:
+    marker = re.compile(rb"^(<{7} |={7}$|>{7} )", re.MULTILINE)
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")  # noqa: S607
+    files = [ROOT / name.decode() for name in tracked if name]
+    assert len(files) > 100
+    assert [file for file in files if file.is_file() and marker.search(file.read_bytes())] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
