@@ -129,9 +129,10 @@ def test_envoys_own_spans_and_ours_are_one_trace(start_gateway, collector) -> No
 
     turn = ["chat sim", "async envoy.service.ext_proc.v3.ExternalProcessor.Process egress", "ingress"]
     assert line(next(span for span in spans.values() if span.name == "decode")) == ["decode", *turn]
-    for leg in ("render", "prefill"):
+    # Any P can render; prefills go to the conversation's own.
+    for leg, cluster in (("render", "prefill"), ("prefill", "prefill_by_conversation")):
         assert sender(gateway.received("prefill", leg=leg)) == [
-            "router prefill_by_conversation egress",
+            f"router {cluster} egress",
             "ingress",
             leg,
             *turn,
