@@ -154,6 +154,8 @@ def failure(result: LegResult) -> Reason:
     """Name what was wrong with P's answer."""
     if result.error == "timeout":
         return Reason.PREFILL_TIMEOUT
+    if result.error == "guard_refused":
+        return Reason.GUARD_REFUSED
     if result.error:
         return Reason.PREFILL_UNREACHABLE
     return Reason.PREFILL_WITHOUT_KV if result.status == OK else Reason.PREFILL_FAILED

@@ -231,7 +231,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class LegResult:
-    """``status`` is 0 when no HTTP answer came; ``error`` then says ``timeout`` or ``unreachable``."""
+    """``status`` is 0 when no worker's answer came; ``error`` then says ``timeout``, ``unreachable`` or ``guard_refused``.
+
+    The last: the guard before the worker knows another secret than ours, which is no client's to mend.
+    """
 
     status: int
     body: bytes

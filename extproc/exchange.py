@@ -119,4 +119,6 @@ class Exchange(AttachingExchange, ReturningExchange):
     def _decode_alone(self, reason: Reason, ids_text: bytes | None) -> DecodeLeg:
         """Let D prefill by itself; if it has our plugin, its handle serves the next turn all the same."""
         self._conclude(Outcome.DECODE_ONLY, reason)
-        return DecodeLeg(handles.DECODE_ALONE, ids_text) if self.pool.plugin_everywhere else DecodeLeg()
+        # D's guard would refuse our parameters as P's did; a plain request it lets pass.
+        may_ask = self.pool.plugin_everywhere and reason is not Reason.GUARD_REFUSED
+        return DecodeLeg(handles.DECODE_ALONE, ids_text) if may_ask else DecodeLeg()

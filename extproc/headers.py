@@ -14,6 +14,9 @@ RECEIPT: Final = "x-kvloop-receipt"
 SECRET: Final = "x-kvloop-secret"  # noqa: S105 - a name, not a secret
 """The gateway's shared secret. Set by ext_proc on both legs, read (and required) by the guard on the workers."""
 
+GUARD_CODE: Final = "kvloop_secret"
+"""The error code of the guard's own 403, by which ext_proc tells it from vLLM's answers."""
+
 LEG: Final = "x-kvloop-leg"
 """``render``, ``prefill`` or ``release``. Set by ext_proc on its own calls, read by Envoy's access log."""
 

@@ -176,4 +176,7 @@ def _without_handle(params: bytes) -> bytes:
 def _unanswered(result: LegResult) -> ClientError:
     if result.error == "timeout":
         return ClientError(_TIMEOUT_STATUS, "The prefill worker did not answer in time.", code="timeout")
+    if result.error == "guard_refused":
+        message = "The prefill worker's guard knows another secret than the gateway."
+        return ClientError(_UNREACHABLE_STATUS, message, code="service_unavailable")
     return ClientError(_UNREACHABLE_STATUS, "No prefill worker could be reached.", code="service_unavailable")

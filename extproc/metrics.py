@@ -94,7 +94,7 @@ LEGS: Final = Described(
     "Our own calls to prefill workers, by status class or by what kept them from an HTTP answer.",
     {
         "leg": (Leg.RENDER, Leg.PREFILL, Leg.RETURN),
-        "status": ("1xx", "2xx", "3xx", "4xx", "5xx", "timeout", "unreachable"),
+        "status": ("1xx", "2xx", "3xx", "4xx", "5xx", "timeout", "unreachable", "guard_refused"),
     },
     _SECONDS,
 )

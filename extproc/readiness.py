@@ -7,6 +7,7 @@ a replica that loses the listener later still serves, if only by D alone, which 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ PROBE_TIMEOUT_SECONDS: Final = 2.0
 _FIRST_INTERVAL_SECONDS: Final = 0.1
 _INTERVAL_SECONDS: Final = 1.0
 _FAILURES_ALLOWED: Final = 3
+_PATIENCE_SECONDS: Final = 5.0
 
 log = structlog.get_logger()
 
@@ -44,7 +46,8 @@ class Readiness:
     async def watch(self, first_reached: Callable[[], None]) -> None:
         """Probe for ever; ``first_reached`` is called once, when the listener first answers."""
         failures = 0
-        was_reached = False
+        was_reached = was_missed = False
+        started_at = time.monotonic()
         while True:
             if await self._probe():
                 failures = 0
@@ -59,6 +62,10 @@ class Readiness:
                 if self._is_reachable and failures >= _FAILURES_ALLOWED:
                     self._is_reachable = False
                     log.warning("prefill_listener_lost", host=self._host, port=self._port)
+                elif not (was_reached or was_missed) and time.monotonic() - started_at >= _PATIENCE_SECONDS:
+                    was_missed = True
+                    fix = "start Envoy, or point KVLOOP_PREFILL_URL at its prefill listener"
+                    log.warning("prefill_listener_not_reached", host=self._host, port=self._port, fix=fix)
             await asyncio.sleep(_INTERVAL_SECONDS if was_reached else _FIRST_INTERVAL_SECONDS)
 
     async def _probe(self) -> bool:

@@ -81,6 +81,8 @@ class Reason(StrEnum):
     PREFILL_UNREACHABLE = "prefill_unreachable"
     PREFILL_WITHOUT_KV = "prefill_without_kv"
     """P answered without transfer parameters: it runs no KV connector."""
+    GUARD_REFUSED = "guard_refused"
+    """The guard before P knows another secret than ours (KVLOOP_WORKER_SECRET)."""
     PROMPT_IDS_DIFFER = "prompt_ids_differ"
     """P prefilled other tokens than it was given; reuse is off until restart."""
     CLIENT_ERROR = "client_error"

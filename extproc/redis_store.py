@@ -233,7 +233,7 @@ class RedisStore:
         try:
             await self._connect()
         except PASSING as error:
-            self._complain(f"the store is away: {error or type(error).__name__}")
+            self._complain(str(error) or type(error).__name__)
 
     async def run(self) -> None:
         """Keep the connection and the server's clock, until cancelled."""
@@ -320,4 +320,5 @@ class RedisStore:
         """Log what is wrong, once until it is something else."""
         if complaint != self._complaint:
             self._complaint = complaint
-            log.warning("store_unavailable", reason=complaint, effect="turns are cold until it is back")
+            effect, fix = "turns are cold until it is back", "start it, or mend KVLOOP_STORE_URL; kvloop doctor examines it"
+            log.warning("store_unavailable", reason=complaint, effect=effect, fix=fix)

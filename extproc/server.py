@@ -52,6 +52,9 @@ def main(args: argparse.Namespace) -> int:
         return 0
     for line in unknown_variables(os.environ):
         log.warning("unknown_variable", detail=line)
+    if settings.worker_secret is None:
+        fix = "set KVLOOP_WORKER_SECRET to one secret here and on every worker"
+        log.warning("no_worker_secret", effect="whoever reaches a worker may have it read others' KV", fix=fix)
     if args.processes < 1:
         raise ConfigError(f"--processes {args.processes}: at least one process has to serve")
     if args.processes > 1:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import aiohttp
+import structlog
 
 from extproc import headers as names
 from extproc import legs
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     import ssl
 
     from extproc.events import Headers, Release
+
+
+_FORBIDDEN: Final = 403
+_GUARD_CODE: Final = names.GUARD_CODE.encode()
+
+log = structlog.get_logger()
 
 
 class WorkersClient:
@@ -35,6 +42,7 @@ class WorkersClient:
         self._tls = tls
         self._prefill = Origin(prefill_url, tls=tls)
         self._secret: Headers = () if secret is None else ((names.SECRET, secret),)
+        self._warned_of_secret = False
         self._own_key: Headers = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
     async def __aenter__(self) -> Self:
@@ -61,6 +69,9 @@ class WorkersClient:
             return _failed("timeout", started)
         except OSError:
             return _failed("unreachable", started)
+        if response.status == _FORBIDDEN and _GUARD_CODE in response.body:
+            self._warn_of_secret()
+            return _failed("guard_refused", started)
         now = time.monotonic()
         return LegResult(
             status=response.status,
@@ -70,6 +81,17 @@ class WorkersClient:
             content_type=response.headers.get("content-type", "application/json"),
             upstream=response.headers.get(names.UPSTREAM, ""),
         )
+
+    def _warn_of_secret(self) -> None:
+        """Log, once, that the workers' guard and we do not know the same secret."""
+        if not self._warned_of_secret:
+            self._warned_of_secret = True
+            log.warning(
+                "guard_refused",
+                reason="the guard on the prefill workers knows another secret" if self._secret else "we have no secret",
+                effect="decode workers serve alone, without reuse",
+                fix="set KVLOOP_WORKER_SECRET to the workers' secret, here and on every worker",
+            )
 
     async def call_own(self, call: Call) -> LegResult:
         """Perform a leg that no client stands behind, and so no client's key."""

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 from urllib.parse import unquote
 
-from extproc.headers import SECRET
+from extproc.headers import GUARD_CODE, SECRET
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -105,7 +105,9 @@ class SecretGuard:
             await self._app(scope, receive, send)
             return
         held, body = await self._read(receive)
-        if body is None:
+        if scope["path"] == KV_CONFIG_PATH:
+            await _refuse(send, 403, f"{KV_CONFIG_PATH} is told to whoever knows the secret.")
+        elif body is None:
             await _refuse(send, 413, f"Request body is larger than {self._max_bytes} bytes.")
         elif carries_transfer_params(body):
             await _refuse(send, 403, "kv_transfer_params and ec_transfer_params may only come from the gateway.")
@@ -171,11 +173,9 @@ def _replay(held: list[Message], receive: Receive) -> Receive:
 
 
 async def _refuse(send: Send, status: int, reason: str) -> None:
-    kind = "PermissionDeniedError" if status == 403 else "RequestEntityTooLargeError"  # noqa: PLR2004
+    kind, code = ("PermissionDeniedError", GUARD_CODE) if status == 403 else ("RequestEntityTooLargeError", status)  # noqa: PLR2004
     # The rest of an oversized body may still be on its way.
-    await _answer(
-        send, status, {"error": {"message": reason, "type": kind, "param": None, "code": status}}, closes=True
-    )
+    await _answer(send, status, {"error": {"message": reason, "type": kind, "param": None, "code": code}}, closes=True)
 
 
 async def _answer(send: Send, status: int, content: Any, *, closes: bool = False) -> None:

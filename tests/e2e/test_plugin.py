@@ -200,7 +200,7 @@ def test_nobody_but_the_gateway_sets_transfer_parameters(
     headers = {"content-type": "application/json"} | ({"x-kvloop-secret": secret} if secret else {})
     answer = workers.stranger.post(workers.stack.url(role) + COMPLETIONS, content=body, headers=headers)
     assert answer.status_code == 403
-    assert answer.json()["error"]["code"] == 403
+    assert answer.json()["error"]["code"] == "kvloop_secret"
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/inference/v1/generate", "/v1/messages", "/nowhere"])

@@ -315,6 +315,17 @@ def test_without_p_the_decode_worker_serves_alone(world: World, answer: dict[str
     assert seen.receipt.captured == "kept"
 
 
+def test_where_the_guard_knows_another_secret_d_serves_alone_without_parameters_which_its_guard_would_refuse(
+    world: World,
+) -> None:
+    world.prefill = lambda _: world.answer(0, b"", error="guard_refused")
+    world.pool.digest_seen = True
+    seen = ask(world)
+    assert receipt_of(seen)["outcome"] == "decode_only"
+    assert receipt_of(seen)["reason"] == "guard_refused"
+    assert seen.decode == CHAT
+
+
 def test_a_stock_d_serves_alone_without_transfer_parameters_because_it_would_never_free_its_blocks(
     world: World,
 ) -> None:

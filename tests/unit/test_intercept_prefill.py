@@ -191,6 +191,14 @@ def test_p_s_own_errors_reach_the_orchestrator_as_they_are(world: World) -> None
     assert [release.reason for release in seen.releases] == ["refused"]
 
 
+def test_the_guard_s_refusal_is_told_as_the_gateway_s_own_fault(world: World) -> None:
+    world.prefill = lambda _: world.answer(0, b"", error="guard_refused")
+    seen = ask(world, x_conversation_id="c3")
+    assert seen.replied.status == 503
+    assert b"another secret" in seen.replied.body
+    assert outcome(seen) == ("refused", "guard_refused")
+
+
 def test_a_broken_p_is_passed_on_too(world: World) -> None:
     world.prefill = lambda _: world.answer(500, b"boom", content_type="text/plain")
     seen = ask(world, x_conversation_id="c2")

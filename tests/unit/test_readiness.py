@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable
 
 import pytest
+from structlog.testing import capture_logs
 
 from extproc import readiness as module
 from extproc.readiness import Readiness
@@ -49,6 +50,30 @@ def test_it_waits_for_the_listener_loses_it_and_finds_it_again_but_serves_from_t
             await watching
 
     asyncio.run(run())
+
+
+def test_a_listener_that_is_not_reached_from_the_start_on_is_told_once_with_the_fix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.0)
+
+    async def run() -> int:
+        server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+        port = int(server.sockets[0].getsockname()[1])
+        server.close()
+        watching = asyncio.create_task(Readiness(f"http://127.0.0.1:{port}").watch(lambda: None))
+        await until(lambda: bool(logs))
+        await asyncio.sleep(0.5)
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+        return port
+
+    with capture_logs() as logs:
+        port = asyncio.run(run())
+    (told,) = logs
+    assert (told["log_level"], told["event"], told["port"]) == ("warning", "prefill_listener_not_reached", port)
+    assert "KVLOOP_PREFILL_URL" in told["fix"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from aiohttp import web
+from structlog.testing import capture_logs
 from world import handle_params
 
 from extproc.events import Call, Leg, Release
@@ -112,3 +113,29 @@ def test_the_block_size_is_read_from_vllm_s_metrics() -> None:
         return await client.engine_load(f"127.0.0.1:{port}"), await client.engine_load("127.0.0.1:1")
 
     assert serve(handler, test) == (EngineLoad(32, None, 0.0, 0), None)
+
+
+def test_the_guard_s_refusal_is_no_worker_s_answer_and_is_told_once_with_its_fix() -> None:
+    async def handler(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "only the gateway", "code": "kvloop_secret"}}, status=403)
+
+    async def test(client: WorkersClient, _: int) -> list[tuple[int, bytes, str]]:
+        results = [await client.call(call()) for _ in range(2)]
+        return [(result.status, result.body, result.error) for result in results]
+
+    with capture_logs() as logs:
+        assert serve(handler, test) == [(0, b"", "guard_refused")] * 2
+    (told,) = logs
+    assert (told["log_level"], told["event"]) == ("warning", "guard_refused")
+    assert "KVLOOP_WORKER_SECRET" in told["fix"]
+
+
+def test_a_worker_s_own_403_is_its_answer() -> None:
+    async def handler(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "not yours", "code": 403}}, status=403)
+
+    async def test(client: WorkersClient, _: int) -> tuple[int, str]:
+        result = await client.call(call())
+        return result.status, result.error
+
+    assert serve(handler, test) == (403, "")
