@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from extproc import headers as names
 from extproc.doctor_findings import Envoy, Facts, Finding, Probe, Status, Store, Worker, examine, worst
+from extproc.errors import ConfigError
 from extproc.settings import EnvoySettings, GatewaySettings
 from extproc.worker_metrics import read_engine_load
 
@@ -22,6 +23,7 @@ TIMEOUT: Final = aiohttp.ClientTimeout(total=10)
 PROBE_TIMEOUT: Final = aiohttp.ClientTimeout(total=180)
 _MARKS: Final = {Status.OK: "ok     ", Status.UNSEEN: "unseen ", Status.WARNING: "WARNING", Status.FAULT: "FAULT  "}
 _AWAY: Final = (aiohttp.ClientError, OSError, TimeoutError, ValueError)
+_UNAVAILABLE: Final = 503
 _PROBE_WORDS: Final = "one two three four five six seven eight nine ten " * 20
 
 
@@ -39,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Examine, tell; returns the exit status."""
     settings, envoy = GatewaySettings(), EnvoySettings()
+    if "/" in (args.envoy_admin or ""):
+        raise ConfigError(f"--envoy-admin {args.envoy_admin}: HOST:PORT, without a scheme or path")
+    if not (args.gateway or "http://").startswith(("http://", "https://")):
+        raise ConfigError(f"--gateway {args.gateway}: a URL, like http://{args.gateway}")
     admin = f"http://{args.envoy_admin or envoy.admin_listen}"
     findings = examine(asyncio.run(gather(settings, admin, args.gateway or f"http://{envoy.listen}", probe=args.probe)))
     sys.stdout.write(_as_json(findings) if args.json else _as_text(findings))
@@ -63,15 +69,18 @@ def _as_text(findings: list[Finding]) -> str:
 async def gather(settings: GatewaySettings, admin_url: str, gateway_url: str, *, probe: bool) -> Facts:
     """Ask everybody; whoever does not answer is noted as such."""
     async with aiohttp.ClientSession(timeout=TIMEOUT, trust_env=False) as session:
-        envoy, (addresses, metrics) = await asyncio.gather(
+        envoy, (addresses, metrics, obstacle) = await asyncio.gather(
             _ask_envoy(session, admin_url),
-            asyncio.gather(_worker_addresses(session, admin_url), _ask_extproc(session, settings)),
+            asyncio.gather(
+                _worker_addresses(session, admin_url), _ask_extproc(session, settings), _obstacle(session, settings)
+            ),
         )
         workers = await asyncio.gather(*(_ask_worker(session, settings, *where) for where in addresses))
         model = next((name for _, name in workers if name), None)
         return Facts(
             envoy=envoy,
             extproc_metrics=metrics,
+            extproc_obstacle=obstacle,
             workers=tuple(worker for worker, _ in workers),
             store=await _ask_store(settings),
             probe=await _play(session, settings, gateway_url, model) if probe else None,
@@ -138,16 +147,25 @@ async def _ask_extproc(session: aiohttp.ClientSession, settings: GatewaySettings
     return {" ".join((sample.name, *sample.labels.values())): sample.value for sample in samples}
 
 
+async def _obstacle(session: aiohttp.ClientSession, settings: GatewaySettings) -> str:
+    """Return what ext_proc says keeps it from serving, empty if nothing does."""
+    try:
+        async with session.get(f"http://{settings.admin_listen}/readyz") as response:
+            return (await response.text()).strip() if response.status == _UNAVAILABLE else ""
+    except _AWAY:
+        return ""
+
+
 async def _ask_worker(
     session: aiohttp.ClientSession, settings: GatewaySettings, role: str, address: str
 ) -> tuple[Worker, str | None]:
     """Return a worker's facts and its model's name."""
     url, headers = f"http://{address}", _own_headers(settings)
-    version, models, metrics, told, info = await asyncio.gather(
+    version, models, metrics, (told, refuses), info = await asyncio.gather(
         _json(session, f"{url}/version"),
         _json(session, f"{url}/v1/models", headers),
         _text(session, f"{url}/metrics"),
-        _json(session, f"{url}/kvloop/kv-config", headers),
+        _kv_config(session, url, headers),
         _json(session, f"{url}/server_info?config_format=json", headers),
     )
     if not isinstance(version, dict):
@@ -162,8 +180,22 @@ async def _ask_worker(
         block_size_tokens=None if load is None else load.block_size_tokens,
         render_status=await _render_status(session, settings, url, model) if role == "prefill" else 0,
         kv_config=told if isinstance(told, dict) and told else _find(info, "kv_transfer_config"),
+        refuses_secret=refuses,
     )
     return worker, model
+
+
+async def _kv_config(session: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> tuple[Any, bool]:
+    """Return what the guard tells of the worker's KV transfer, and whether it knows another secret than ours."""
+    try:
+        async with session.get(f"{url}/kvloop/kv-config", headers=headers) as response:
+            answer = await response.json(content_type=None)
+            if response.ok:
+                return answer, False
+            error = answer.get("error") if isinstance(answer, dict) else None
+            return None, isinstance(error, dict) and error.get("code") == names.GUARD_CODE
+    except _AWAY:
+        return None, False
 
 
 async def _render_status(session: aiohttp.ClientSession, settings: GatewaySettings, url: str, model: str | None) -> int:
@@ -217,9 +249,10 @@ async def _play(
         receipts.append(dict(item.split("=", 1) for item in receipt.split(", ") if "=" in item))
         messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}]
     after = await _ask_extproc(session, settings) or {}
-    prefix = "kvloop_handles_captured_total "
-    risen = {key.removeprefix(prefix) for key in after if key.startswith(prefix) and after[key] > before.get(key, 0)}
-    return Probe(tuple(statuses), tuple(receipts), frozenset(risen))
+    risen = [key.split() for key in after if after[key] > before.get(key, 0)]
+    fates = {labels[0] for name, *labels in risen if name == "kvloop_handles_captured_total"}
+    released = {labels[0] for name, *labels in risen if name == "kvloop_releases_total"}
+    return Probe(tuple(statuses), tuple(receipts), frozenset(fates), frozenset(released), gateway_url)
 
 
 async def _turn(

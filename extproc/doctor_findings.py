@@ -59,6 +59,7 @@ class Worker:
     block_size_tokens: int | None = None
     render_status: int = 0
     kv_config: dict[str, Any] | None = None
+    refuses_secret: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,16 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Two turns through the gateway: HTTP statuses, receipts, and the fates of handles counted meanwhile."""
+    """Two turns through the gateway.
+
+    HTTP statuses (0: no answer), receipts, and what was counted meanwhile: handles' fates, and why some were released.
+    """
 
     statuses: tuple[int, ...]
     receipts: tuple[dict[str, str], ...]
     fates: frozenset[str] = frozenset()
+    releases: frozenset[str] = frozenset()
+    url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,7 @@ class Facts:
     workers: tuple[Worker, ...]
     store: Store | None = None
     probe: Probe | None = None
+    extproc_obstacle: str = ""
     handle_ttl_seconds: float = 480.0
     single_host: bool = False
     reuse: bool = True
@@ -101,7 +108,8 @@ def examine(facts: Facts) -> list[Finding]:
         *_envoy(facts.envoy),
         *_extproc(facts),
         *(finding for worker in facts.workers for finding in _worker(worker, facts)),
-        *_pool(facts.workers),
+        # Whoever cannot ask Envoy knows no workers; that is no word about them.
+        *(_pool(facts.workers) if facts.envoy.version is not None else ()),
         *_store(facts.store),
         *_probe(facts),
     ]
@@ -217,7 +225,11 @@ def _extproc(facts: Facts) -> Iterator[Finding]:
             "start `kvloop serve`, or set KVLOOP_ADMIN_LISTEN as it has it",
         )
         return
-    yield Finding(Status.OK, part, "serves")
+    if facts.extproc_obstacle:
+        fix = "start Envoy, or point KVLOOP_PREFILL_URL at its prefill listener; a draining ext_proc ends by itself"
+        yield Finding(Status.FAULT, part, f"is not ready: {facts.extproc_obstacle}", fix)
+    else:
+        yield Finding(Status.OK, part, "serves")
     if metrics.get("kvloop_prompt_ids_differed"):
         yield Finding(
             Status.FAULT,
@@ -267,12 +279,21 @@ def _render(part: str, status: int) -> Iterator[Finding]:
 
 def _kv_config(part: str, worker: Worker, facts: Facts) -> Iterator[Finding]:
     config = worker.kv_config
+    if worker.refuses_secret:
+        yield Finding(
+            Status.FAULT,
+            part,
+            "its guard knows another secret: it refuses every prefill leg",
+            _SECRET_FIX,
+        )
+        return
     if config is None:
         yield Finding(
             Status.UNSEEN,
             part,
             "bidirectional_kv_xfer, failure policy and TTL cannot be seen from here",
-            "kvloop's guard on the worker tells them (KVLOOP_WORKER_SECRET), or vLLM with VLLM_SERVER_DEV_MODE=1",
+            "kvloop's guard on the worker tells them (KVLOOP_WORKER_SECRET), or vLLM with VLLM_SERVER_DEV_MODE=1; "
+            "simulated workers do not",
         )
         return
     extra = config.get("kv_connector_extra_config") or {}
@@ -332,6 +353,7 @@ def _store(store: Store | None) -> Iterator[Finding]:
             )
 
 
+_SECRET_FIX: Final = "set KVLOOP_WORKER_SECRET to the workers' secret, for `kvloop serve` and here"  # noqa: S105 - advice, not a secret
 _FATES: Final = {
     "loopback_host": (
         "D's handles name an address that means this machine",
@@ -349,10 +371,8 @@ _REASONS: Final = {
     ),
     "prefill_timeout": ("P did not answer with a handle", "run P with bidirectional_kv_xfer and kvloop's plugin"),
     "prefill_unreachable": ("the prefill listener does not answer", "check KVLOOP_PREFILL_URL and P's health"),
-    "prefill_failed": (
-        "P refused the prefill leg",
-        "see P's log; are KVLOOP_WORKER_SECRET and the guard's secret one?",
-    ),
+    "prefill_failed": ("P failed the prefill leg", "see P's log, and the findings above"),
+    "guard_refused": ("the guard on P knows another secret", _SECRET_FIX),
     "prefill_without_kv": ("P runs no KV connector", "start P with `kvloop worker prefill`"),
     "block_size_unknown": ("D's block size is not known", "set KVLOOP_DECODE_BLOCK_SIZE_TOKENS"),
     "blocks_unexplained": ("D's block lists do not fit its block size", "check KVLOOP_DECODE_BLOCK_SIZE_TOKENS"),
@@ -367,6 +387,10 @@ def _probe(facts: Facts) -> Iterator[Finding]:
     probe = facts.probe
     if probe is None:
         yield Finding(Status.UNSEEN, part, "no turn was tried", "kvloop doctor --probe plays two small ones")
+        return
+    if 0 in probe.statuses:
+        fix = "name where clients connect: --gateway; or see Envoy's log"
+        yield Finding(Status.FAULT, part, f"nothing answers at {probe.url}", fix)
         return
     if set(probe.statuses) != {_HTTP_OK}:
         told = ", ".join(map(str, probe.statuses))
@@ -389,6 +413,11 @@ def _why_cold(probe: Probe, facts: Facts) -> tuple[str, str]:
     for reason in reasons:
         if reason in _REASONS:
             return _REASONS[reason]
+    if "engine_draining" in probe.releases:
+        return (
+            "this D was told to stop (DELETE /engines/...): what it would keep is released",
+            "restart D, or kvloop if D shall go on",
+        )
     if reasons[-1] == "nothing_kept":
         if any(_version(worker.version or "") < STREAMS_HANDLES for worker in facts.workers if worker.role == "decode"):
             return (

@@ -320,5 +320,8 @@ class RedisStore:
         """Log what is wrong, once until it is something else."""
         if complaint != self._complaint:
             self._complaint = complaint
-            effect, fix = "turns are cold until it is back", "start it, or mend KVLOOP_STORE_URL; kvloop doctor examines it"
+            effect, fix = (
+                "turns are cold until it is back",
+                "start it, or mend KVLOOP_STORE_URL; kvloop doctor examines it",
+            )
             log.warning("store_unavailable", reason=complaint, effect=effect, fix=fix)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from gateway_harness import HOST, Gateway, worker
 from redis_harness import RedisServer
@@ -18,10 +19,10 @@ from extproc import envoy_binary
 from workers.supervision import Component, inherited_environment
 
 
-def doctor(gateway: Gateway, *options: str, **env: str) -> tuple[int, list[dict[str, str]]]:
+def doctor(gateway: Gateway, *options: str, url: str = "", **env: str) -> tuple[int, list[dict[str, str]]]:
     """Run the command with the settings of the gateway's first ext_proc; returns its status and findings."""
     command = [sys.executable, "-m", "extproc.cli", "doctor", "--json", *options]
-    where = ["--envoy-admin", f"{HOST}:{gateway.admin_port}", "--gateway", gateway.base_url]
+    where = ["--envoy-admin", f"{HOST}:{gateway.admin_port}", "--gateway", url or gateway.base_url]
     ran = subprocess.run(  # noqa: S603 - our own
         [*command, *where],
         env={**gateway.extproc[0].env, **env},
@@ -82,6 +83,19 @@ def stop_prefill(gateway: Gateway) -> None:
     gateway.crash_worker(gateway.fleet.prefill[0])
 
 
+def stop_envoy(gateway: Gateway) -> None:
+    assert gateway.envoy is not None
+    gateway.envoy.stop()
+    admin = f"http://{HOST}:{gateway.extproc_admin_port()}"
+    gateway.until(lambda: httpx.get(f"{admin}/readyz").status_code == 503, "the loss of the prefill listener")
+
+
+def drain_decode(gateway: Gateway) -> None:
+    gateway.new_chat().say("hello " * 50)
+    (engine,) = gateway.debug_state()["engines"]
+    httpx.delete(f"http://{HOST}:{gateway.extproc_admin_port()}/engines/{engine['address']}").raise_for_status()
+
+
 PLAIN_D = worker("decode", streams_handles=False, digests_handles=False)
 MISCONFIGURATIONS: dict[str, tuple[dict[str, Any], Callable[[Gateway], None] | None, str, str]] = {
     "P renders nothing": (
@@ -106,6 +120,8 @@ MISCONFIGURATIONS: dict[str, tuple[dict[str, Any], Callable[[Gateway], None] | N
     ),
     "P is down": ({}, stop_prefill, "does not answer", "start it"),
     "ext_proc is down": ({}, Gateway.kill_extproc, "its admin port does not answer", "start `kvloop serve`"),
+    "Envoy is down": ({}, stop_envoy, "is not ready: Envoy's prefill listener", "KVLOOP_PREFILL_URL"),
+    "D was told to stop": ({}, drain_decode, "this D was told to stop", "restart D"),
     "Envoy fails open": (
         {},
         edit_envoy(
@@ -138,7 +154,13 @@ MISCONFIGURATIONS: dict[str, tuple[dict[str, Any], Callable[[Gateway], None] | N
     ),
 }
 
-PROBED = {"P renders nothing", "D streams no handles", "D names a loopback address", "reuse is off"}
+PROBED = {
+    "P renders nothing",
+    "D streams no handles",
+    "D names a loopback address",
+    "reuse is off",
+    "D was told to stop",
+}
 
 
 @pytest.mark.parametrize("name", MISCONFIGURATIONS)
@@ -176,3 +198,27 @@ def test_a_store_that_is_away_is_named(gateway, tmp_path: Path) -> None:
     status, findings = doctor(gateway, KVLOOP_STORE_URL=url)
     assert status == 1
     assert any("it is away" in fault for fault in faults(findings)), findings
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "told"),
+    [
+        ("--gateway", "127.0.0.1:8000", "a URL, like http://127.0.0.1:8000"),
+        ("--envoy-admin", "http://127.0.0.1:9901", "HOST:PORT, without a scheme"),
+    ],
+)
+def test_a_misspelt_address_is_misuse(option: str, given: str, told: str) -> None:
+    command = [sys.executable, "-m", "extproc.cli", "doctor", option, given]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603 - our own
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert told in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+
+
+def test_where_nothing_answers_the_probe_says_where(gateway) -> None:
+    nowhere = f"http://{HOST}:1"
+    status, findings = doctor(gateway, "--probe", url=nowhere)
+    assert status == 1
+    assert any(f"nothing answers at {nowhere}" in fault and "--gateway" in fault for fault in faults(findings)), (
+        findings
+    )

@@ -138,6 +138,36 @@ CASES: dict[str, tuple[dict[str, Any], Status, str, str]] = {
     ),
     "not probed": ({"probe": None}, Status.UNSEEN, "no turn", "--probe"),
     "probe refused": ({"probe": Probe((503, 503), ({}, {}))}, Status.FAULT, "503", "above"),
+    "nothing there": (
+        {"probe": Probe((0, 0), ({}, {}), url="http://127.0.0.1:1")},
+        Status.FAULT,
+        "nothing answers at http://127.0.0.1:1",
+        "--gateway",
+    ),
+    "not ready": (
+        {"extproc_obstacle": "Envoy's prefill listener 127.0.0.1:1 does not answer"},
+        Status.FAULT,
+        "127.0.0.1:1 does not answer",
+        "KVLOOP_PREFILL_URL",
+    ),
+    "another secret": (
+        {"workers": workers(kv_config=None, refuses_secret=True)},
+        Status.FAULT,
+        "another secret",
+        "KVLOOP_WORKER_SECRET",
+    ),
+    "guard refused": (
+        {"probe": probed({"outcome": "decode_only", "reason": "guard_refused"})},
+        Status.FAULT,
+        "another secret",
+        "KVLOOP_WORKER_SECRET",
+    ),
+    "draining D": (
+        {"probe": replace(probed(COLD, COLD), releases=frozenset({"engine_draining"}))},
+        Status.FAULT,
+        "told to stop",
+        "restart D",
+    ),
     "loopback": (
         {"probe": probed(COLD, COLD, fates=frozenset({"loopback_host"}))},
         Status.FAULT,
@@ -174,6 +204,17 @@ def test_each_fact_is_told_with_its_fix(name: str) -> None:
     assert any(
         finding.status is status and text in finding.text and fix in finding.fix + finding.text for finding in found
     ), found
+
+
+def test_without_envoy_nothing_is_said_of_workers() -> None:
+    found = bad(examine(facts(envoy=Envoy(), workers=())))
+    assert [finding.part for finding in found] == ["Envoy"]
+
+
+def test_a_worker_that_fails_is_no_word_about_the_secret() -> None:
+    found = bad(examine(facts(probe=probed({"outcome": "decode_only", "reason": "prefill_failed"}))))
+    assert [finding.part for finding in found] == ["probe"]
+    assert "SECRET" not in found[0].fix
 
 
 def test_in_memory_is_right_for_one_process() -> None:
