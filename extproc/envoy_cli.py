@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add both commands, and for each setting a flag, to the parser of ``kvloop envoy``."""
-    commands = parser.add_subparsers(dest="envoy_command", required=True)
+    commands = parser.add_subparsers(dest="envoy_command", required=True, metavar="COMMAND")
     rendering = commands.add_parser("render", help="write an Envoy bootstrap from the settings")
     rendering.add_argument("--out", type=Path, metavar="FILE", help="write there instead of to standard output")
     _add_setting_flags(rendering)

@@ -876,8 +876,6 @@ def _address(text: str) -> core.Address:
 
 def _split(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not 0 < int(port) < 65536:  # noqa: PLR2004 - the size of a TCP port
-        raise ConfigError(f"{text!r} has no usable port: ports run from 1 to 65535")
     return host.strip("[]"), int(port)
 
 

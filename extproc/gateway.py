@@ -379,5 +379,5 @@ def connect_shared_store(
     try:
         from extproc.redis_store import RedisStore  # noqa: PLC0415 - an extra
     except ModuleNotFoundError:
-        raise ConfigError("KVLOOP_STORE_URL needs redis-py: pip install 'kvloop[redis]'") from None
+        raise ConfigError("KVLOOP_STORE_URL needs redis-py: pip install '.[redis]' in a checkout") from None
     return RedisStore(settings, metrics, release)

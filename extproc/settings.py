@@ -22,7 +22,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from extproc.handle_hosts import host_rules
 
@@ -79,9 +79,24 @@ ListenAddress = Annotated[Address, AfterValidator(_with_a_real_port)]
 """Where this process listens. Of a larger port the system would take the last 16 bits, and listen elsewhere."""
 
 
+def _with_a_known_port(address: str) -> str:
+    if not 0 < int(address.rpartition(":")[2]) <= 65_535:  # noqa: PLR2004 - ports have 16 bits
+        raise ValueError("a port is 1 to 65535")
+    return address
+
+
+EnvoyAddress = Annotated[Address, AfterValidator(_with_a_known_port)]
+"""Where Envoy listens or connects: others have to know it, so port 0 (any free one) is none."""
+
+
 def _readable_host_rules(rules: tuple[str, ...]) -> tuple[str, ...]:
     host_rules(rules)
     return rules
+
+
+def _variable(settings: BaseSettings | type[BaseSettings], name: str) -> str:
+    """Return the environment variable that sets a field."""
+    return f"{settings.model_config.get('env_prefix', '')}{name}".upper()
 
 
 def _check_together(settings: BaseSettings, *names: str, needs: str = "") -> None:
@@ -89,10 +104,10 @@ def _check_together(settings: BaseSettings, *names: str, needs: str = "") -> Non
     given = [name for name in names if getattr(settings, name) is not None]
     if given and len(given) < len(names):
         missing = next(name for name in names if name not in given)
-        msg = f"{given[0]} is set, so {missing} must be set, too"
+        msg = f"{_variable(settings, given[0])} is set, so {_variable(settings, missing)} must be set, too"
         raise ValueError(msg)
     if given and needs and getattr(settings, needs) is None:
-        msg = f"{given[0]} has no effect without {needs}"
+        msg = f"{_variable(settings, given[0])} has no effect without {_variable(settings, needs)}"
         raise ValueError(msg)
 
 
@@ -276,7 +291,8 @@ class GatewaySettings(BaseSettings):
     )
     event_max_bytes: PositiveInt = Field(8 * Mebibyte, description="The same for one server-sent event.")
     handle_max_bytes: PositiveInt = Field(
-        2 * Mebibyte, description="Larger handles are stripped but not kept. 131k tokens make about 64 KiB."
+        2 * Mebibyte,
+        description="Larger handles are stripped but not kept. 131k tokens make about 125 KiB, digests included.",
     )
 
     # --- patience -----------------------------------------------------------------------------------------------
@@ -323,13 +339,13 @@ class GatewaySettings(BaseSettings):
     def _margin_fits(self) -> GatewaySettings:
         if self.handle_margin_seconds >= self.handle_ttl_seconds:
             msg = (
-                f"handle_margin_seconds ({self.handle_margin_seconds}) must be below handle_ttl_seconds"
+                f"KVLOOP_HANDLE_MARGIN_SECONDS ({self.handle_margin_seconds}) must be below KVLOOP_HANDLE_TTL_SECONDS"
                 f" ({self.handle_ttl_seconds}), or no handle would ever be used"
             )
             raise ValueError(msg)
         if self.reuse_timeout_seconds > self.handle_margin_seconds:
             msg = (
-                f"reuse_timeout_seconds ({self.reuse_timeout_seconds}) must not be above handle_margin_seconds"
+                f"KVLOOP_REUSE_TIMEOUT_SECONDS ({self.reuse_timeout_seconds}) must not be above KVLOOP_HANDLE_MARGIN_SECONDS"
                 f" ({self.handle_margin_seconds}), or P could still read when D has let go"
             )
             raise ValueError(msg)
@@ -346,20 +362,22 @@ class EnvoySettings(BaseSettings):
         description="`gateway`: clients connect to Envoy, kvloop takes requests to P and D. `intercept`: a P/D orchestrator"
         " of yours does, and reaches its workers through Envoy, where kvloop adds the way back (docs/intercept.md).",
     )
-    listen: Address = Field("127.0.0.1:10000", description="Where clients connect (gateway topology).")
-    intercept_prefill: tuple[Address, ...] = Field(
+    listen: EnvoyAddress = Field("127.0.0.1:10000", description="Where clients connect (gateway topology).")
+    intercept_prefill: tuple[EnvoyAddress, ...] = Field(
         ("127.0.0.1:10002",),
         min_length=1,
         description="Where the orchestrator finds P: one address for the whole pool, or one per worker, in their order.",
     )
-    intercept_decode: tuple[Address, ...] = Field(
+    intercept_decode: tuple[EnvoyAddress, ...] = Field(
         ("127.0.0.1:10003",), min_length=1, description="Where the orchestrator finds D, in the same way."
     )
-    prefill_listen: Address = Field("127.0.0.1:10001", description="Where ext_proc sends its legs. Keep it private.")
-    admin_listen: Address = Field("127.0.0.1:9901", description="Envoy's admin interface. Keep it private.")
-    extproc: tuple[Address, ...] = Field(("127.0.0.1:50051",), min_length=1, description="ext_proc replicas.")
-    prefill: tuple[Address, ...] = Field(("127.0.0.1:8100",), min_length=1, description="Prefill workers (P).")
-    decode: tuple[Address, ...] = Field(("127.0.0.1:8200",), min_length=1, description="Decode workers (D).")
+    prefill_listen: EnvoyAddress = Field(
+        "127.0.0.1:10001", description="Where ext_proc sends its legs. Keep it private."
+    )
+    admin_listen: EnvoyAddress = Field("127.0.0.1:9901", description="Envoy's admin interface. Keep it private.")
+    extproc: tuple[EnvoyAddress, ...] = Field(("127.0.0.1:50051",), min_length=1, description="ext_proc replicas.")
+    prefill: tuple[EnvoyAddress, ...] = Field(("127.0.0.1:8100",), min_length=1, description="Prefill workers (P).")
+    decode: tuple[EnvoyAddress, ...] = Field(("127.0.0.1:8200",), min_length=1, description="Decode workers (D).")
     hash_balance_factor: int = Field(
         150,
         ge=100,
@@ -428,7 +446,7 @@ class EnvoySettings(BaseSettings):
         10_000, description="Connections beyond it are closed at once. The prefill listener does not count."
     )
     access_log: str = Field("/dev/stdout", description="File of the JSON access log.")
-    otlp: Address | None = Field(
+    otlp: EnvoyAddress | None = Field(
         None,
         description="OTLP/gRPC collector of Envoy's own spans, for example `127.0.0.1:4317`. Unset: none are made.",
     )
@@ -460,9 +478,7 @@ _OTHERS_VARIABLES: Final = re.compile(
 def unknown_variables(environment: Iterable[str]) -> list[str]:
     """Return a line for each variable that looks like a setting and is none: a typing error would go unnoticed."""
     known = [
-        f"{settings.model_config.get('env_prefix', '')}{name.upper()}"
-        for settings in (GatewaySettings, EnvoySettings)
-        for name in settings.model_fields
+        _variable(settings, name) for settings in (GatewaySettings, EnvoySettings) for name in settings.model_fields
     ]
     lines = []
     for name in sorted(environment):
@@ -482,6 +498,15 @@ def problems(error: ValidationError) -> list[str]:
         + problem["msg"].removeprefix("Value error, ")
         for problem in error.errors()
     ]
+
+
+def not_json(error: SettingsError) -> str:
+    """Return the line for a list or table that is no JSON; pydantic names its field in the message alone."""
+    _, _, rest = str(error).partition('field "')
+    name = rest.partition('"')[0]
+    settings = GatewaySettings if name in GatewaySettings.model_fields else EnvoySettings
+    kind, example = ("table", '{"a":"b"}') if name == "conversation_patterns" else ("list", '["a","b"]')
+    return f"{_variable(settings, name)}: a {kind} is spelled as JSON, like {example}"
 
 
 _MARKDOWN_HEAD = """# Settings

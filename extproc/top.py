@@ -99,7 +99,7 @@ def _check_terminal(*, once: bool) -> None:
     try:
         import rich  # noqa: F401, PLC0415 - an extra, wanted for the picture alone
     except ImportError:
-        raise ConfigError("the picture needs rich: pip install 'kvloop[top]', or use --json") from None
+        raise ConfigError("the picture needs rich: pip install '.[top]' in a checkout, or use --json") from None
     if not once and not (sys.stdout.isatty() and sys.stdin.isatty()):
         raise ConfigError("the live view needs a terminal: use --once, or --json, which writes a line per look")
 

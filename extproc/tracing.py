@@ -78,7 +78,7 @@ def _missing(error: ImportError) -> str:
             "xds-protos' older copy of OpenTelemetry's messages is in the way:"
             " pip install --force-reinstall --no-deps opentelemetry-proto"
         )
-    return "OpenTelemetry is not installed: pip install 'kvloop[otel]'"
+    return "OpenTelemetry is not installed: pip install '.[otel]' in a checkout"
 
 
 def _provider(exporter: str, protocol: str, environment: Mapping[str, str]) -> TracerProvider:

@@ -282,15 +282,15 @@ def run(command: WorkerCommand) -> NoReturn:
 def check(command: WorkerCommand, model: str) -> None:
     """Raise ``LaunchError`` for what would otherwise surface as a stack trace a minute into vLLM's start."""
     if importlib.util.find_spec("vllm") is None:
-        raise LaunchError("vLLM is not installed: `make setup` (CPU) or `pip install 'kvloop[gpu]'` (CUDA)")
+        raise LaunchError("vLLM is not installed: `make setup` (CPU) or `pip install '.[gpu]'` (CUDA)")
     if importlib.util.find_spec("nixl") is None:
-        raise LaunchError("NIXL is not installed: `make setup` (CPU) or `pip install 'kvloop[gpu]'` (CUDA)")
+        raise LaunchError("NIXL is not installed: `make setup` (CPU) or `pip install '.[gpu]'` (CUDA)")
     if shutil.which(command.argv[0]) is None:
         hint = "install util-linux or drop --cpu-core" if command.argv[0] == "taskset" else "is this its environment?"
         raise LaunchError(f"{command.argv[0]} is not on PATH: {hint}")
     _check_core(command)
     if command.argv[0] == "vllm" and _has_cpu_build():
-        raise LaunchError("this vLLM is the CPU build: drop --device cuda, or `pip install 'kvloop[gpu]'` elsewhere")
+        raise LaunchError("this vLLM is the CPU build: drop --device cuda, or `pip install '.[gpu]'` elsewhere")
     if _is_path(model):
         _check_model_directory(Path(model).expanduser())
     port = int(_value_of("--port", command.argv))

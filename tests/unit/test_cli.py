@@ -87,13 +87,28 @@ def test_a_configuration_error_is_one_line(commands: types.ModuleType, capsys: p
     assert capsys.readouterr().err == "kvloop: no port is free\n"
 
 
+@pytest.mark.parametrize(("command", "told"), [("envoy", True), ("doctor", True), ("top", True), ("serve", False)])
+def test_commands_that_read_settings_tell_of_variables_that_set_nothing(
+    command: str, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_COMMANDS", {command: ("good_command", "do good")})
+    monkeypatch.setenv("KVLOOP_REUSEE", "true")
+    assert cli.main([command]) == 0
+    line = "kvloop: KVLOOP_REUSEE is no setting and has no effect; did you mean KVLOOP_REUSE?"
+    assert (line in capsys.readouterr().err.splitlines()) is told
+
+
 @pytest.mark.parametrize(
     ("variables", "lines"),
     [
         ({"KVLOOP_LISTEN": "nowhere", "KVLOOP_REUSE": "perhaps"}, ["KVLOOP_LISTEN: ", "KVLOOP_REUSE: "]),
-        ({"KVLOOP_HANDLE_TTL_SECONDS": "1"}, ["handle_margin_seconds"]),
+        ({"KVLOOP_HANDLE_TTL_SECONDS": "1"}, ["KVLOOP_HANDLE_MARGIN_SECONDS"]),
         ({"KVLOOP_CONVERSATION_HEADERS": "[1]"}, ["KVLOOP_CONVERSATION_HEADERS: "]),
-        ({"KVLOOP_CONVERSATION_HEADERS": "x-chat-id"}, ['error parsing value for field "conversation_headers"']),
+        (
+            {"KVLOOP_CONVERSATION_HEADERS": "x-chat-id"},
+            ['KVLOOP_CONVERSATION_HEADERS: a list is spelled as JSON, like ["'],
+        ),
+        ({"KVLOOP_CONVERSATION_PATTERNS": "x"}, ['KVLOOP_CONVERSATION_PATTERNS: a table is spelled as JSON, like {"']),
     ],
 )
 def test_each_wrong_setting_is_one_line_that_names_it(

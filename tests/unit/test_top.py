@@ -43,7 +43,7 @@ def test_wrong_use_is_told_in_one_line(capsys, arguments, complaint) -> None:
 def test_without_rich_json_is_offered(monkeypatch, capsys) -> None:
     monkeypatch.setitem(__import__("sys").modules, "rich", None)
     assert cli.main(["top", "127.0.0.1:1", "--once"]) == 2
-    assert "pip install 'kvloop[top]', or use --json" in capsys.readouterr().err
+    assert "pip install '.[top]' in a checkout, or use --json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_without_the_extra_the_message_names_the_variable_and_the_fix(monkeypatc
         start_tracing({variable: value})
     message = str(raised.value)
     assert message.startswith(f"{variable} asks for traces")
-    assert "pip install 'kvloop[otel]'" in message
+    assert "pip install '.[otel]' in a checkout" in message
     assert "\n" not in message
 
 
