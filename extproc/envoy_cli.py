@@ -74,8 +74,10 @@ def _settings(args: argparse.Namespace) -> EnvoySettings:
         return EnvoySettings(**given)
     except ValidationError as error:
         first = error.errors()[0]
-        flag = _flag(str(first["loc"][0])) if first["loc"] else "settings"
-        raise ConfigError(f"{flag}: {first['msg'].removeprefix('Value error, ')} (got {first['input']!r})") from error
+        complaint = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:  # several settings that do not fit each other: it names them
+            raise ConfigError(complaint) from error
+        raise ConfigError(f"{_flag(str(first['loc'][0]))}: {complaint} (got {first['input']!r})") from error
 
 
 def _add_setting_flags(parser: argparse.ArgumentParser) -> None:

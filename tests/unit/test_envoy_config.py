@@ -393,6 +393,8 @@ def test_flags_win_over_the_environment(tmp_path: Path, monkeypatch: pytest.Monk
             ["render", "--hash-balance-factor", "99"],
             "--hash-balance-factor: Input should be greater than or equal to 100",
         ),
+        (["render", "--decode", "h:0"], "--decode: a port is 1 to 65535 (got 'h:0')"),
+        (["render", "--key-file", "/k"], "KVLOOP_ENVOY_KEY_FILE is set, so KVLOOP_ENVOY_CERTIFICATE_FILE must be set"),
         (["render", "--listen", "localhost:1"], "Envoy cannot listen on the name 'localhost'"),
         (["render", "--out", "/nonexistent/envoy.yaml"], "No such file or directory"),
         (["validate", "/nonexistent/envoy.yaml"], "no such file: /nonexistent/envoy.yaml"),
