@@ -53,6 +53,7 @@ _EXPIRY_INTERVAL_SECONDS: Final = 1.0
 _RESTART_AFTER_SECONDS: Final = 1.0
 RECENT_TURNS: Final = 100
 _WARNINGS: Final = 1000
+_WORKER_REMEMBERED_SECONDS: Final = 300.0
 RETURNED_REMEMBERED: Final = 2000
 """Conversations whose turn P has read back, the newest. One forgotten finds P's cache all the same; its receipt does not say so."""
 
@@ -122,7 +123,7 @@ class Gateway:
             leaving_tokens=self._releases.tokens_of,
         )
         self._prefilling = 0
-        self._prefill_workers: set[str] = set()
+        self._prefill_workers: dict[str, float] = {}
         self._returned: OrderedDict[ConversationKey, ReturnedTurn] = OrderedDict()
         ports = ReturnPorts(
             self._call_own,
@@ -130,6 +131,7 @@ class Gateway:
             self._claim,
             self._note_returned,
             self._release_refused,
+            self._release_unread,
             self.metrics.returned,
         )
         self._returns = ReturnQueue(settings, ports)
@@ -155,7 +157,7 @@ class Gateway:
         finally:
             self._prefilling -= is_prefill
         if is_prefill and result.upstream:
-            self._prefill_workers.add(result.upstream)
+            self._prefill_workers[result.upstream] = result.at
         self.metrics.leg(call, result)
         return result
 
@@ -182,6 +184,10 @@ class Gateway:
         """Release what a turn displaced, and return its own fate."""
         self._release_dropped(dropped)
         became = fate(keep.turn, dropped)
+        if became == KEPT and keep.turn.handle.engine_id in self.pool.draining_engines and self.shared_store is None:
+            # It was taken while its engine began to drain, and has come back.
+            self._let_go([keep.key], "engine_draining")
+            return "engine_draining"
         if became == KEPT and self.shared_store is None:
             self.retention.kept(keep, keep.upstream_address if isinstance(keep, Keep) else None)
             if isinstance(keep, Keep) and keep.returning is not None:
@@ -195,6 +201,9 @@ class Gateway:
             self._returns.add(keep)
 
     def _is_p_busy(self) -> bool:
+        # A worker's address is new with every start; those not heard of for a while are gone.
+        oldest = time.monotonic() - _WORKER_REMEMBERED_SECONDS
+        self._prefill_workers = {worker: at for worker, at in self._prefill_workers.items() if at > oldest}
         return self._prefilling >= max(1, len(self._prefill_workers))
 
     def _claim(self, key: ConversationKey, turn: StoredTurn) -> bool:
@@ -202,6 +211,10 @@ class Gateway:
         found = self.own_store.take(key)
         if found is not None and found.handle.raw != turn.handle.raw:
             self.own_store.restore(key, found)
+            found = None
+        if found is not None and found.deadline <= time.monotonic():
+            # It waited too long for P: D may have let go of it by the time P reads.
+            self._release_dropped([Dropped(found, "expired", key)])
             found = None
         if found is not None:
             self.retention.ledger.returned(key)
@@ -216,6 +229,9 @@ class Gateway:
 
     def _release_refused(self, turn: StoredTurn) -> None:
         self.release(Release(turn.handle, turn.model, "refused"))
+
+    def _release_unread(self, turn: StoredTurn) -> None:
+        self.release(Release(turn.handle, turn.model, "read_failed", self.settings.reuse_timeout_seconds))
 
     async def end_conversation(self, key: ConversationKey) -> bool | Reason:
         """Release what is kept for a conversation; False if nothing is, a reason if that cannot be known."""

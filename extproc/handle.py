@@ -26,6 +26,7 @@ _CACHED_TOKENS_KEY: Final = "remote_prefill_cached_tokens"
 _BLOCK_SIZE_KEY: Final = "block_size"
 _PROMPT_KEY: Final = "prompt"
 _RELEASED_TOKENS: Final = 0
+_BLOCK_SIZE_LIMIT: Final = 2**32
 
 COLD_PREFILL: Final = b'{"do_remote_decode":true,"do_remote_prefill":false}'
 """Transfer parameters of a prefill leg without a handle: compute, then hold the KV for a D to read."""
@@ -96,7 +97,7 @@ def read_publication(raw: bytes) -> Publication:
     handle = _checked(raw, params)
     sequence = proof.from_json(digest)
     block_size = digest.get(_BLOCK_SIZE_KEY) if isinstance(digest, dict) else None
-    if type(block_size) is not int or block_size < 1:
+    if type(block_size) is not int or not 0 < block_size < _BLOCK_SIZE_LIMIT:
         block_size = None
     end = proof.prompt_end_from_json(digest.get(_PROMPT_KEY)) if isinstance(digest, dict) else None
     return Publication(handle, sequence, block_size, end)

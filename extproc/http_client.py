@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import urlsplit
@@ -43,14 +44,14 @@ class Origin:
         self._host, self._port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         self._host_line = f"host: {parts.netloc}"
-        self._idle: list[_Connection] = []
+        self._idle: deque[_Connection] = deque()
 
     async def post(self, path: str, headers: Headers, body: bytes) -> Response:
         """Return the response; raises ``OSError`` if there is none. Cancelled, it drops the connection."""
         lines = [f"POST {path} HTTP/1.1", self._host_line, f"content-length: {len(body)}"]
         lines += [f"{name}: {value}" for name, value in headers]
         head = "\r\n".join(lines)
-        if head.count("\n") != len(lines) - 1 or "\0" in head:
+        if head.count("\n") != len(lines) - 1 or head.count("\r") != len(lines) - 1 or "\0" in head:
             raise ValueError("a header holds a line end")
         connection = self._idle_connection() or await self._connect()
         try:
@@ -61,6 +62,9 @@ class Origin:
         if connection.is_open:
             connection.idle_since = time.monotonic()
             self._idle.append(connection)
+            self._drop_old()
+        else:
+            connection.drop()  # "connection: close" may leave the closing to us
         return response
 
     def close(self) -> None:
@@ -77,6 +81,13 @@ class Origin:
                 return connection
             connection.drop()
         return None
+
+    def _drop_old(self) -> None:
+        """Let go of what a peak has left behind: the oldest stand first."""
+        while self._idle and (
+            not self._idle[0].is_open or time.monotonic() - self._idle[0].idle_since >= _IDLE_SECONDS
+        ):
+            self._idle.popleft().drop()
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
@@ -127,11 +138,11 @@ class _Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self.drop()
 
-    def connection_lost(self, _: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
         self._transport = None
         del self._parser  # they refer to each other
-        if self._ends_with_connection:
+        if self._ends_with_connection and error is None:
             self._finish()
         elif self._answer is not None and not self._answer.done():
             self._answer.set_exception(ConnectionResetError("the connection was lost before the answer was whole"))

@@ -181,6 +181,7 @@ class HttpExchange(ABC):
             body, had_trailers = yield from self._collect(opening)
         except AnsweredEarly as early:
             # Envoy gave up on the upload (a time limit, say) and answers by itself.
+            self._prepared()
             yield from self._pass_response(early.response)
             return None
         if endpoint is None or body is None:

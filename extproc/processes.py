@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 READY: Final = b"r"
 _CONNECTION: Final = b"c"
 _MISUSE: Final = 2
+_ACCEPT_AGAIN_SECONDS: Final = 0.1
 _RESTART_SECONDS: Final = (0.1, 0.5, 2.0, 5.0)
 _ASK_TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
 
@@ -92,7 +93,13 @@ class Parent:
         loop = asyncio.get_running_loop()
         turns = cycle(self.children)
         while True:
-            connection, _ = await loop.sock_accept(listener)
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # Too many open files, or a peer that has left already: no reason to take no more connections for ever.
+                log.warning("accept_failed", error=str(error))
+                await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
+                continue
             with connection:
                 for child in islice(turns, len(self.children)):
                     if _hand_over(child, connection):

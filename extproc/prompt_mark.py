@@ -44,7 +44,10 @@ class PromptMark:
         end nothing is known of those few tokens, and that is not enough.
         """
         if prompt_ids is not None:
-            held, end = proof.fingerprint(prompt_ids), proof.prompt_end(prompt_ids)
+            try:
+                held, end = proof.fingerprint(prompt_ids), proof.prompt_end(prompt_ids)
+            except (OverflowError, TypeError):
+                return False  # what D told are no token ids
         covered = self.tokens // proof.CHUNK_TOKENS * proof.DIGEST_BYTES
         return (
             end == proof.PromptEnd(self.tokens, self.tail)

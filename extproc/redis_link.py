@@ -13,6 +13,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
 from redis.exceptions import (
@@ -60,6 +61,7 @@ class ServerFacts:
     """What the server says of itself. ``run_id`` is new with every start of its process."""
 
     run_id: str
+    replication_id: str
     version: str
     role: str
     eviction: str
@@ -68,8 +70,17 @@ class ServerFacts:
 def connection_maker(settings: GatewaySettings) -> Callable[[], AnyConnection]:
     """Return what makes connections to ``KVLOOP_STORE_URL``; raises ``ConfigError`` if it cannot be one."""
     assert settings.store_url is not None  # noqa: S101 - the caller looked
+    url = settings.store_url.get_secret_value()
     try:
-        options: dict[str, Any] = dict(parse_url(settings.store_url.get_secret_value()))
+        _ = urlsplit(url).port
+    except ValueError:
+        # Python would quote what it takes for the port, which may be part of the password.
+        raise ConfigError(
+            "KVLOOP_STORE_URL: its port is no number; percent-encode what is special in the password, or set"
+            " KVLOOP_STORE_PASSWORD"
+        ) from None
+    try:
+        options: dict[str, Any] = dict(parse_url(url))
         kind = options.pop("connection_class", Connection)
         if settings.store_password is not None:
             options["password"] = settings.store_password.get_secret_value()
@@ -174,6 +185,7 @@ def _read_facts(info: bytes) -> ServerFacts:
     version = fields.get("redis_version", "0")
     facts = ServerFacts(
         run_id=fields.get("run_id", ""),
+        replication_id=fields.get("master_replid", ""),
         version=version,
         role=fields.get("role", "master"),
         eviction=fields.get("maxmemory_policy", ""),

@@ -126,12 +126,13 @@ class RedisStore:
 
     async def _take(self, server: Server, key: ConversationKey) -> StoredTurn | Reason | None:
         link, spelling = server
+        turn: StoredTurn | Unreadable | None = None
         try:
             (value,) = await link.request(("GETDEL", spelling.turn_name(key)))
             if value is None:
                 return None
             if isinstance(value, CommandRefused):
-                self._complain(f"the store refused GETDEL: {value}")
+                self._refused(link, "GETDEL", value)
                 return Reason.STORE_UNAVAILABLE
             turn = spelling.decode(key, value)
             if isinstance(turn, Unreadable):
@@ -140,6 +141,8 @@ class RedisStore:
             turn = replace(turn, deadline=self._clock.from_server(turn.deadline))
             (engine,) = await link.request(("GET", spelling.engine_name(turn.handle)))
         except LinkBroken:
+            if turn is not None:
+                self._release_unclaimed(turn)  # it is out of the store, and will not be used
             return Reason.STORE_UNAVAILABLE
         # Another engine has been seen at its address since: D restarted, and what the old engine held is gone.
         return turn if engine == spelling.engine_mark(turn.handle) else Reason.ENGINE_GONE
@@ -160,15 +163,15 @@ class RedisStore:
         except LinkBroken:
             return [Dropped(turn, "unacknowledged")]
         if isinstance(previous, CommandRefused):
-            self._refused(link, previous)
+            self._refused(link, "SET", previous)
             return [Dropped(turn, "store_refused")]
         if only_if_free:
             return [Dropped(turn, "superseded")] if previous is None else []
         displaced = None if previous is None else spelling.decode(key, previous)
         return [Dropped(displaced, "superseded")] if isinstance(displaced, StoredTurn) else []
 
-    def _refused(self, link: Link, refusal: CommandRefused) -> None:
-        self._complain(f"the store refused SET: {refusal}")
+    def _refused(self, link: Link, command: str, refusal: CommandRefused) -> None:
+        self._complain(f"the store refused {command}: {refusal}")
         if isinstance(refusal, ReadOnlyError):
             # It was the primary once. Whoever is now is found by connecting again.
             self._start(link.close())
@@ -279,7 +282,7 @@ class RedisStore:
         except BaseException:
             await link.close()
             raise
-        self._server = Server(link, StoreFormat(self._secret, link.facts.run_id))
+        self._server = Server(link, StoreFormat(self._secret, link.facts.run_id + link.facts.replication_id))
         self._complaint = ""
         log.info("store_connected", version=link.facts.version)
 
@@ -298,11 +301,15 @@ class RedisStore:
     async def _read_clock(self, link: Link) -> CommandRefused | None:
         asked_at = time.monotonic()
         try:
-            (answer,) = await link.request(("TIME",))
+            answer, replication = await link.request(("TIME",), ("INFO", "replication"))
         except LinkBroken:
             return None
         if isinstance(answer, CommandRefused):
             return answer
+        if isinstance(replication, bytes) and link.facts.replication_id.encode() not in replication:
+            # It was a replica meanwhile, and may have got back from another primary what had been taken from it.
+            self._start(link.close())
+            return None
         seconds, microseconds = answer
         self._clock.note(asked_at, int(seconds) + int(microseconds) / 1_000_000, time.monotonic())
         return None

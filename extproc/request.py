@@ -56,6 +56,7 @@ class ApiRequest:
             and prompt
             and all(type(token) is int and 0 <= token < 2**32 for token in prompt)
             and self.fields.get("truncate_prompt_tokens") is None
+            and self.fields.get("suffix") is None
         ):
             return prompt
         return None

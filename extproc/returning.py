@@ -32,14 +32,15 @@ class ReturningExchange(CapturingExchange):
         if settings.return_mode == "lazy" or learned.prompt_ids is None:
             return None
         ids = learned.prompt_ids + learned.generated_ids
-        attachment = prove(
-            turn,
-            ids,
-            block_size_tokens=turn.block_size_tokens
+        block_size = (
+            turn.block_size_tokens
             or self.pool.block_size_tokens(turn.handle.engine_id)
-            or settings.decode_block_size_tokens,
-            min_tokens=settings.min_reuse_tokens,
+            or settings.decode_block_size_tokens
         )
+        try:
+            attachment = prove(turn, ids, block_size_tokens=block_size, min_tokens=settings.min_reuse_tokens)
+        except (OverflowError, TypeError):
+            return None  # D answered with what are no token ids
         if not isinstance(attachment, Attachment):
             return None
         salt = request.fields.get("cache_salt")

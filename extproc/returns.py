@@ -58,6 +58,8 @@ class ReturnPorts:
     """Note what P will have for a conversation; None: it will not."""
     refused: Callable[[StoredTurn], None]
     """Have D let go of a turn whose return P did not even look at."""
+    unread: Callable[[StoredTurn], None]
+    """Have D let go of a turn that P perhaps did not read, once P cannot be reading it any more."""
     count: Callable[[str], None]
 
 
@@ -130,6 +132,8 @@ class ReturnQueue:
         self._ports.returned(keep.key, None)
         if result.status in CLIENT_ERRORS:
             self._ports.refused(turn)
+        else:
+            self._ports.unread(turn)
         return "failed"
 
     async def _p_has_time(self) -> bool:

@@ -65,6 +65,16 @@ def _with_a_conversation(pattern: str) -> str:
 
 ConversationPattern = Annotated[str, AfterValidator(_with_a_conversation)]
 
+
+def _fit_for_a_header(secret: SecretStr) -> SecretStr:
+    if not secret.get_secret_value().isprintable():
+        raise ValueError("must be one line of printable characters: a file's last line end does not belong to it")
+    return secret
+
+
+HeaderSecret = Annotated[SecretStr, AfterValidator(_fit_for_a_header)]
+"""A secret that is sent as a header."""
+
 Url = Annotated[str, _spelled_like(r"https?://[^/?#@\s]+", "a URL without a path, like http://127.0.0.1:10001")]
 RefusedPath = Annotated[str, _spelled_like(r"/[A-Za-z0-9._~/-]*", "a path that starts with a slash, like /invocations")]
 
@@ -139,11 +149,11 @@ class GatewaySettings(BaseSettings):
     )
     prefill_certificate_file: Path | None = Field(None, description="Our client certificate for it.")
     prefill_key_file: Path | None = Field(None, description="Its private key.")
-    worker_secret: SecretStr | None = Field(
+    worker_secret: HeaderSecret | None = Field(
         None,
         description="Shared secret sent to workers on both legs; the worker guard refuses kv_transfer_params without it.",
     )
-    worker_api_key: SecretStr | None = Field(
+    worker_api_key: HeaderSecret | None = Field(
         None, description="Key the gateway's own requests (releases) carry, for workers that run with --api-key."
     )
 

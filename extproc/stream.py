@@ -25,6 +25,7 @@ from extproc.http_exchange import HttpExchange, StreamEnded
 from extproc.intercept_decode import DecodeExchange
 from extproc.intercept_prefill import PrefillExchange
 from extproc.sse import EventTooLarge
+from extproc.store import StoredTurn
 from extproc.tracing import TurnTrace
 from extproc.turn import ResponseTooLarge
 
@@ -95,8 +96,10 @@ class ProcessStream:
 
     def reset(self) -> None:
         """Drop everything: a client left, or Envoy is gone. Our own call to P is dropped with it."""
-        if self._awaited is not None:
-            self._awaited.cancel()
+        # Not kept: a cancelled task holds the frames it was cancelled in, and they hold this stream and the request's body.
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None:
+            awaited.cancel()
         self._abandon()
 
     def _receive(self) -> None:
@@ -139,7 +142,7 @@ class ProcessStream:
             case Call():
                 return self._when_known(asyncio.get_running_loop().create_task(self._call(effect)))
             case Take(key):
-                return self._when_known(self._gateway.take(key))
+                return self._when_known(self._gateway.take(key), self._claimed)
             case Keep() | Restore():
                 return self._when_known(self._gateway.keep(effect), functools.partial(self._gateway.kept, effect))
             case Release():
@@ -154,6 +157,12 @@ class ProcessStream:
                     self._is_busy = not self._responder.send(message)
                 return not self._is_busy, None
         return True, None
+
+    def _claimed(self, taken: Any) -> Any:
+        """Return what was taken; if the client left in the very moment in which it came, have D let go of it."""
+        if self._run is None and isinstance(taken, StoredTurn):
+            self._gateway.release(Release(taken.handle, taken.model, "abandoned"))
+        return taken
 
     async def _call(self, call: Call) -> LegResult:
         trace = self._traced()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_a_request_says_what_it_must_and_carries_its_headers() -> None:
     on_each_loop(test)()
 
 
-@pytest.mark.parametrize("bad", ["a\r\nx-evil: 1", "a\nb", "a\0b"])
+@pytest.mark.parametrize("bad", ["a\r\nx-evil: 1", "a\nb", "a\rb", "a\0b"])
 def test_a_header_cannot_hold_another(bad: str) -> None:
     async def test() -> None:
         server = Server(WHOLE)
@@ -193,6 +194,53 @@ def test_an_answer_nobody_asked_for_is_never_another_requests(extra: bytes, late
             server.serve = serve  # type: ignore[method-assign]
         assert await posted(server, 2) == [ANSWER, ANSWER]
         assert server.connections == 2
+
+    on_each_loop(test)()
+
+
+def test_a_connection_whose_end_was_announced_is_closed_from_here() -> None:
+    async def test() -> None:
+        closed = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(2)
+            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 7\r\n\r\n" + BODY)
+            if await reader.read(1) == b"":
+                closed.set()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        assert (await Origin(f"http://127.0.0.1:{port}").post("/", (), b"{}")).status == 200
+        async with asyncio.timeout(10):
+            await closed.wait()
+        server.close()
+
+    on_each_loop(test)()
+
+
+def test_what_a_peak_opened_is_closed_after_it() -> None:
+    async def test() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                while True:
+                    await reader.readuntil(b"\r\n\r\n")
+                    await reader.readexactly(2)
+                    await asyncio.sleep(0.01)
+                    writer.write(WHOLE)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        origin = Origin(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await asyncio.gather(*(origin.post("/", (), b"{}") for _ in range(20)))
+        assert len(origin._idle) > 1
+        for connection in origin._idle:
+            connection.idle_since -= 1000
+        await origin.post("/", (), b"{}")
+        assert len(origin._idle) == 1
+        origin.close()
+        server.close()
 
     on_each_loop(test)()
 

@@ -35,6 +35,7 @@ class Played:
     calls: list[Call] = field(default_factory=list)
     noted: list[ReturnedTurn | None] = field(default_factory=list)
     refused: list[StoredTurn] = field(default_factory=list)
+    unread: list[StoredTurn] = field(default_factory=list)
     counted: list[str] = field(default_factory=list)
     leased: int = 0
 
@@ -63,6 +64,7 @@ class Played:
                 claim=lambda _key, _turn: self.claims,
                 returned=lambda _key, turn: self.noted.append(turn),
                 refused=self.refused.append,
+                unread=self.unread.append,
                 count=note,
             )
             queue = ReturnQueue(GatewaySettings(**settings), ports)  # type: ignore[arg-type]
@@ -94,6 +96,7 @@ def test_a_return_that_fails_is_noted_as_lost(status: int, cached: int, released
     assert played.counted == ["failed"]
     assert played.noted[-1] is None
     assert len(played.refused) == released
+    assert len(played.unread) == 1 - released, "D is told, but only once P cannot be reading any more"
 
 
 def test_a_return_that_raises_ends_no_other() -> None:

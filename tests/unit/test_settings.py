@@ -64,6 +64,8 @@ def test_a_variable_sets_its_field(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("KVLOOP_WORKER_SECRET", "from-a-file\n"),
+        ("KVLOOP_WORKER_API_KEY", "a\rb"),
         ("KVLOOP_LISTEN", "50051"),
         ("KVLOOP_LISTEN", "host"),
         ("KVLOOP_LISTEN", "host:"),
