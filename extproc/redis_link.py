@@ -58,7 +58,7 @@ class StoreMisconfigured(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What the server says of itself. ``run_id`` is new with every start of its process."""
+    """What the server says of itself: ``run_id`` is new with every start, ``replication_id`` with every promotion."""
 
     run_id: str
     replication_id: str

@@ -141,7 +141,7 @@ class RedisStore:
             turn = replace(turn, deadline=self._clock.from_server(turn.deadline))
             (engine,) = await link.request(("GET", spelling.engine_name(turn.handle)))
         except LinkBroken:
-            if turn is not None:
+            if isinstance(turn, StoredTurn):
                 self._release_unclaimed(turn)  # it is out of the store, and will not be used
             return Reason.STORE_UNAVAILABLE
         # Another engine has been seen at its address since: D restarted, and what the old engine held is gone.

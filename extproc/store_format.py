@@ -45,7 +45,7 @@ class Unreadable:
 
 
 class StoreFormat:
-    """Names and values for one server process, known by its ``run_id``, under one shared secret (may be empty).
+    """Names and values for one server process, known by its ``run_id`` and history, under one shared secret (may be empty).
 
     Names depend on the run id, so that a handle lives and dies with the server process it was given to. A server that
     restarts from a snapshot, or a replica that takes over, may bring back handles which were taken already; under its

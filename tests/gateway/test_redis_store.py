@@ -117,6 +117,35 @@ def test_hazard_07_of_many_takes_at_once_exactly_one_wins(server: RedisServer) -
     on(server, play, replicas=3, store_timeout_seconds=PATIENCE_SECONDS)
 
 
+def test_hazard_07_a_primary_that_was_a_replica_meanwhile_gives_no_used_turn_back(tmp_path: Path) -> None:
+    """Fail-over and fail-back: the other server still has what was taken here, and copies it back."""
+    (tmp_path / "other").mkdir()
+    at_once = ("--repl-diskless-sync-delay", "0")
+    with RedisServer(tmp_path, *at_once) as server, RedisServer(tmp_path / "other", *at_once) as other:
+
+        def follows(follower: RedisServer) -> bool:
+            return bool(follower.client().info("replication").get("master_link_status") == "up")
+
+        async def play(replica: Replica) -> None:
+            other.client().replicaof("127.0.0.1", server.port)
+            await until(lambda: follows(other))
+            await replica.put(turn())
+            await until(lambda: other.client().dbsize() == server.client().dbsize())
+            other.client().replicaof("NO", "ONE")
+            assert isinstance(await replica.take(), StoredTurn)
+            server.client().replicaof("127.0.0.1", other.port)
+            await until(lambda: follows(server))
+            # The gateway looks at its server's clock and role once a second; a fail-back takes longer.
+            await asyncio.sleep(2.5)
+            server.client().replicaof("NO", "ONE")
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while (taken := await replica.take()) is Reason.STORE_UNAVAILABLE and time.monotonic() < deadline:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            assert taken is None
+
+        on(server, play, store_timeout_seconds=1.0)
+
+
 def test_a_newer_turn_supersedes_and_the_older_is_handed_back_for_release(server: RedisServer) -> None:
     async def play(one: Replica, two: Replica) -> None:
         older, newer = turn(number=1), turn(number=2)
