@@ -69,11 +69,12 @@ def _as_text(findings: list[Finding]) -> str:
 async def gather(settings: GatewaySettings, admin_url: str, gateway_url: str, *, probe: bool) -> Facts:
     """Ask everybody; whoever does not answer is noted as such."""
     async with aiohttp.ClientSession(timeout=TIMEOUT, trust_env=False) as session:
-        envoy, (addresses, metrics, obstacle) = await asyncio.gather(
+        envoy, (addresses, metrics, obstacle), state = await asyncio.gather(
             _ask_envoy(session, admin_url),
             asyncio.gather(
                 _worker_addresses(session, admin_url), _ask_extproc(session, settings), _obstacle(session, settings)
             ),
+            _json(session, f"http://{settings.admin_listen}/debug/state?limit=0"),
         )
         workers = await asyncio.gather(*(_ask_worker(session, settings, *where) for where in addresses))
         model = next((name for _, name in workers if name), None)
@@ -81,6 +82,7 @@ async def gather(settings: GatewaySettings, admin_url: str, gateway_url: str, *,
             envoy=envoy,
             extproc_metrics=metrics,
             extproc_obstacle=obstacle,
+            extproc_shares_store=isinstance(state, dict) and state.get("shared_store") is True,
             workers=tuple(worker for worker, _ in workers),
             store=await _ask_store(settings),
             probe=await _play(session, settings, gateway_url, model) if probe else None,

@@ -96,6 +96,7 @@ class Facts:
     store: Store | None = None
     probe: Probe | None = None
     extproc_obstacle: str = ""
+    extproc_shares_store: bool = False
     handle_ttl_seconds: float = 480.0
     single_host: bool = False
     reuse: bool = True
@@ -110,7 +111,7 @@ def examine(facts: Facts) -> list[Finding]:
         *(finding for worker in facts.workers for finding in _worker(worker, facts)),
         # Whoever cannot ask Envoy knows no workers; that is no word about them.
         *(_pool(facts.workers) if facts.envoy.version is not None else ()),
-        *_store(facts.store),
+        *_store(facts.store, extproc_shares=facts.extproc_shares_store),
         *_probe(facts),
     ]
 
@@ -334,9 +335,16 @@ def _pool(workers: tuple[Worker, ...]) -> Iterator[Finding]:
 # --- the store and the probe --------------------------------------------------------------------------------------------
 
 
-def _store(store: Store | None) -> Iterator[Finding]:
+def _store(store: Store | None, *, extproc_shares: bool) -> Iterator[Finding]:
     part = "store"
-    if store is None:
+    if store is None and extproc_shares:
+        yield Finding(
+            Status.WARNING,
+            part,
+            "ext_proc uses a shared store, and KVLOOP_STORE_URL is not set here: the two environments differ",
+            "run the doctor with the KVLOOP_* variables of `kvloop serve`",
+        )
+    elif store is None:
         yield Finding(Status.OK, part, "in memory: right for one ext_proc process")
     elif store.error:
         yield Finding(Status.FAULT, part, "cannot be used", store.error)

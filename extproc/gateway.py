@@ -309,6 +309,7 @@ class Gateway:
         now = time.monotonic()
         return {
             "version": __version__,
+            "shared_store": self.shared_store is not None,
             **snapshot(self.settings, self.pool, self.own_store, self.recent, now=now, limit=limit),
         }
 

@@ -329,6 +329,6 @@ class RedisStore:
             self._complaint = complaint
             effect, fix = (
                 "turns are cold until it is back",
-                "start it, or mend KVLOOP_STORE_URL; kvloop doctor examines it",
+                "start the store, or mend KVLOOP_STORE_URL; `kvloop doctor` examines it",
             )
             log.warning("store_unavailable", reason=complaint, effect=effect, fix=fix)

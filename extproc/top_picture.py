@@ -77,6 +77,7 @@ def _replica(before: Sample, now: Sample) -> dict[str, Any]:
         "turns_per_second": rate("kvloop_turns_total"),
         "live_requests": int(gauge("kvloop_live_requests")),
         "kept_turns": int(gauge("kvloop_kept_turns")),
+        "shared_store": bool(now.state.get("shared_store")),
         "releases_waiting": int(gauge("kvloop_releases_waiting")),
         "cpu_cores": rate("process_cpu_seconds_total"),
         "memory_bytes": int(gauge("process_resident_memory_bytes")),

@@ -77,6 +77,8 @@ def draw(seen: dict[str, Any], width: int, height: int) -> RenderableType:
 def _headline(seen: dict[str, Any]) -> Text:
     up = [replica for replica in seen["replicas"] if replica["up"]]
     share = seen["reused_share"]
+    # A shared store's turns are no replica's.
+    kept = NOTHING if _is_shared(seen) else f"{sum(replica['kept_turns'] for replica in up):,}"
     line = Text.assemble(
         (" kvloop ", "reverse bold"),
         f" {len(up)}/{len(seen['replicas'])} up · ",
@@ -84,7 +86,7 @@ def _headline(seen: dict[str, Any]) -> Text:
         " turns/s · ",
         (f"{sum(replica['live_requests'] for replica in up):,}", "bold"),
         " live · ",
-        (f"{sum(replica['kept_turns'] for replica in up):,}", "bold"),
+        (kept, "bold"),
         " kept · ",
         (NOTHING if share is None else f"{share:.0%}", "bold green"),
         " of prompt tokens reused ",
@@ -92,6 +94,11 @@ def _headline(seen: dict[str, Any]) -> Text:
     if any(replica["prompt_ids_differed"] for replica in up):
         line.append("\n REUSE IS OFF: a P prefilled other tokens than it was told; see the runbook", "bold red")
     return line
+
+
+def _is_shared(seen: dict[str, Any]) -> bool:
+    """Whether turns are kept where no replica counts them."""
+    return any(replica["up"] and replica["shared_store"] for replica in seen["replicas"])
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -148,7 +155,8 @@ def _replicas(seen: dict[str, Any]) -> Table:
         if not row["up"]:
             table.add_row(Text(row["replica"], style="red"), Text(f"down: {row['error']}", style="red"))
             continue
-        numbers = (f"{row['turns_per_second']:.1f}", row["live_requests"], row["kept_turns"], row["releases_waiting"])
+        kept = NOTHING if row["shared_store"] else row["kept_turns"]
+        numbers = (f"{row['turns_per_second']:.1f}", row["live_requests"], kept, row["releases_waiting"])
         memory = f"{row['memory_bytes'] / 2**20:,.0f} MiB"
         table.add_row(row["replica"], *(map(_count, numbers)), f"{row['cpu_cores']:.0%}", memory)
     return table
@@ -161,7 +169,8 @@ def _engines(seen: dict[str, Any]) -> Table:
     if len(seen["engines"]) > _ENGINES:
         table.add_row(Text(f"and {len(seen['engines']) - _ENGINES} more", style="dim"))
     if not seen["engines"]:
-        table.add_row(Text("nothing is kept", style="dim"))
+        nothing = "in the shared store (not counted here)" if _is_shared(seen) else "nothing is kept"
+        table.add_row(Text(nothing, style="dim"))
     return table
 
 

@@ -19,13 +19,13 @@ from extproc import envoy_binary
 from workers.supervision import Component, inherited_environment
 
 
-def doctor(gateway: Gateway, *options: str, url: str = "", **env: str) -> tuple[int, list[dict[str, str]]]:
-    """Run the command with the settings of the gateway's first ext_proc; returns its status and findings."""
+def doctor(gateway: Gateway, *options: str, url: str = "", **env: str | None) -> tuple[int, list[dict[str, str]]]:
+    """Run the command with the settings of the gateway's first ext_proc (None: without that one); returns status and findings."""
     command = [sys.executable, "-m", "extproc.cli", "doctor", "--json", *options]
     where = ["--envoy-admin", f"{HOST}:{gateway.admin_port}", "--gateway", url or gateway.base_url]
     ran = subprocess.run(  # noqa: S603 - our own
         [*command, *where],
-        env={**gateway.extproc[0].env, **env},
+        env={name: value for name, value in {**gateway.extproc[0].env, **env}.items() if value is not None},
         capture_output=True,
         text=True,
         timeout=120,
@@ -45,6 +45,8 @@ def test_nothing_is_wrong_where_nothing_is(start_gateway, tmp_path: Path) -> Non
     with RedisServer(tmp_path) as server:
         gateway = start_gateway(extproc_env={"KVLOOP_STORE_URL": server.url})
         status, findings = doctor(gateway, "--probe")
+        _, elsewhere = doctor(gateway, KVLOOP_STORE_URL=None)
+    assert any("the two environments differ" in fault for fault in faults(elsewhere)), elsewhere
     assert faults(findings) == []
     assert status == 0
     told = [finding["text"] for finding in findings if finding["status"] == "ok"]

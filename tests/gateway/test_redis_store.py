@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import orjson
 import pytest
 from redis_harness import PATIENCE_SECONDS, RedisServer
+from structlog.testing import capture_logs
 
 from extproc import proof
 from extproc.errors import ConfigError
@@ -390,3 +392,20 @@ def test_engines_are_found_by_what_their_handles_say(server: RedisServer) -> Non
         assert replica.store.find_engines("10.0.0.8") == []
 
     on(server, play)
+
+
+def test_a_store_that_is_away_from_the_start_on_is_told_once_with_the_fix() -> None:
+    options = GatewaySettings(store_url="redis://127.0.0.1:1", worker_secret="s")
+    store = RedisStore(options, Metrics(MemoryStore(max_conversations=1, max_bytes=1)), lambda _: None)
+
+    async def run() -> None:
+        await store.open()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.5):
+                await store.run()
+
+    with capture_logs() as logs:
+        asyncio.run(run())
+    (told,) = logs
+    assert (told["log_level"], told["event"]) == ("warning", "store_unavailable")
+    assert "KVLOOP_STORE_URL" in told["fix"]

@@ -136,6 +136,12 @@ CASES: dict[str, tuple[dict[str, Any], Status, str, str]] = {
         "allkeys-lru",
         "noeviction",
     ),
+    "another environment": (
+        {"store": None, "extproc_shares_store": True},
+        Status.WARNING,
+        "the two environments differ",
+        "KVLOOP_* variables",
+    ),
     "not probed": ({"probe": None}, Status.UNSEEN, "no turn", "--probe"),
     "probe refused": ({"probe": Probe((503, 503), ({}, {}))}, Status.FAULT, "503", "above"),
     "nothing there": (

@@ -123,7 +123,13 @@ def a_picture(engines: int, turns: int) -> dict[str, Any]:
         "live_requests": 2,
         "kept_turns": 4,
     }
-    more = {"releases_waiting": 0, "cpu_cores": 0.5, "memory_bytes": 2**26, "prompt_ids_differed": False}
+    more = {
+        "releases_waiting": 0,
+        "cpu_cores": 0.5,
+        "memory_bytes": 2**26,
+        "prompt_ids_differed": False,
+        "shared_store": False,
+    }
     return {
         "replicas": [{**replica, **more}, {"replica": "b:1", "up": False, "error": "connection refused"}],
         "turns_per_second": {"partial": 2.0, "cold": 1.0} if turns else {},
@@ -167,6 +173,16 @@ def test_what_the_picture_says() -> None:
     ):
         assert words in text
     assert "abababababababab" not in text
+
+
+def test_what_a_shared_store_keeps_is_not_called_nothing() -> None:
+    seen = a_picture(0, 0)
+    assert "nothing is kept" in "\n".join(drawn(seen, 120, 40))
+    for replica in seen["replicas"]:
+        replica["shared_store"] = True
+    told = "\n".join(drawn(seen, 120, 40))
+    assert "in the shared store (not counted here)" in told
+    assert "nothing is kept" not in told
 
 
 def test_reuse_that_is_off_is_shouted() -> None:

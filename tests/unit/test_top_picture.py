@@ -89,6 +89,7 @@ def test_a_replicas_own_numbers() -> None:
         "turns_per_second": 0.0,
         "live_requests": 3,
         "kept_turns": 7,
+        "shared_store": False,
         "releases_waiting": 2,
         "cpu_cores": 0.5,
         "memory_bytes": 2**26,
