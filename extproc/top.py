@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="admin addresses of the replicas (default: KVLOOP_ADMIN_LISTEN, else its default)",
     )
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
-    parser.add_argument("--once", action="store_true", help="look twice, an interval apart, tell and end")
+    parser.add_argument(
+        "--once", action="store_true", help="look twice, an interval apart, tell what came between and end"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per look instead of a picture")
 
 

@@ -130,7 +130,7 @@ def _outcomes(seen: dict[str, Any]) -> Table:
             _seconds(ttft.get("p95_seconds")),
         )
     if not total:
-        table.add_row(Text("no turns lately", style="dim"))
+        table.add_row(Text("none between the looks", style="dim"))
     return table
 
 

@@ -128,7 +128,12 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             "Turns without prefill",
             "D computed the prompt, because prefill failed.",
             "reqps",
-            ((rate("kvloop_turns_total", "reason", 'outcome="decode_only", reason=~"prefill_.*"'), "{{reason}}"),),
+            (
+                (
+                    rate("kvloop_turns_total", "reason", 'outcome="decode_only", reason=~"prefill_.*|guard_refused"'),
+                    "{{reason}}",
+                ),
+            ),
         ),
     ),
     "KV retained on decode workers": (

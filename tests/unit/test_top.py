@@ -177,7 +177,9 @@ def test_what_the_picture_says() -> None:
 
 def test_what_a_shared_store_keeps_is_not_called_nothing() -> None:
     seen = a_picture(0, 0)
-    assert "nothing is kept" in "\n".join(drawn(seen, 120, 40))
+    before = "\n".join(drawn(seen, 120, 40))
+    assert "nothing is kept" in before
+    assert "none between the looks" in before
     for replica in seen["replicas"]:
         replica["shared_store"] = True
     told = "\n".join(drawn(seen, 120, 40))
