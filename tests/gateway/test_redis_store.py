@@ -129,8 +129,6 @@ def test_hazard_07_a_primary_that_was_a_replica_meanwhile_gives_no_used_turn_bac
             return bool(follower.client().info("replication").get("master_link_status") == "up")
 
         async def play(replica: Replica) -> None:
-            other.client().replicaof("127.0.0.1", server.port)
-            await until(lambda: follows(other))
             await replica.put(turn())
             await until(lambda: other.client().dbsize() == server.client().dbsize())
             other.client().replicaof("NO", "ONE")
@@ -145,6 +143,9 @@ def test_hazard_07_a_primary_that_was_a_replica_meanwhile_gives_no_used_turn_bac
                 await asyncio.sleep(0.05)
             assert taken is None
 
+        # Before the gateway connects: a server's first follower gives it a new history, too.
+        other.client().replicaof("127.0.0.1", server.port)
+        asyncio.run(until(lambda: follows(other)))
         on(server, play, store_timeout_seconds=1.0)
 
 
