@@ -196,16 +196,16 @@ def start(**env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("password", [None, "wrong-secret"])
+@pytest.mark.parametrize("password", [None, "wrong-hunter2"])
 def test_a_wrong_password_is_told_in_one_line_without_it(tmp_path: Path, password: str | None) -> None:
-    with RedisServer(tmp_path, "--requirepass", "right-secret") as server:
+    with RedisServer(tmp_path, "--requirepass", "right-hunter2") as server:
         own = {} if password is None else {"KVLOOP_STORE_PASSWORD": password}
         refused = start(KVLOOP_STORE_URL=server.url, **own)
     assert refused.returncode == 2
     assert refused.stderr.startswith("kvloop: the store refused the login")
     assert refused.stderr.count("\n") == 1
     assert "KVLOOP_STORE_PASSWORD" in refused.stderr
-    assert "secret" not in refused.stderr + refused.stdout
+    assert "hunter2" not in refused.stderr + refused.stdout
 
 
 @pytest.mark.parametrize(
