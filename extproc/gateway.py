@@ -209,16 +209,17 @@ class Gateway:
     def _claim(self, key: ConversationKey, turn: StoredTurn) -> bool:
         """Take a turn out of the store to return it, unless a next turn has it or has replaced it."""
         found = self.own_store.take(key)
-        if found is not None and found.handle.raw != turn.handle.raw:
+        if found is None:
+            return False
+        if found.handle.raw != turn.handle.raw:
             self.own_store.restore(key, found)
-            found = None
-        if found is not None and found.deadline <= time.monotonic():
+            return False
+        if found.deadline <= time.monotonic():
             # It waited too long for P: D may have let go of it by the time P reads.
             self._release_dropped([Dropped(found, "expired", key)])
-            found = None
-        if found is not None:
-            self.retention.ledger.returned(key)
-        return found is not None
+            return False
+        self.retention.ledger.returned(key)
+        return True
 
     def _note_returned(self, key: ConversationKey, returned: ReturnedTurn | None) -> None:
         self._returned.pop(key, None)
@@ -368,8 +369,7 @@ class Gateway:
         load = await self._client.engine_load(wanted.upstream_address)
         tokens = None if load is None else load.block_size_tokens
         if tokens is None:
-            if wanted.engine_id not in self._warned:
-                self._warned.add(wanted.engine_id)
+            if self._is_news(wanted.engine_id):
                 log.warning(
                     "block_size_unknown",
                     worker=wanted.upstream_address,
